@@ -117,7 +117,7 @@ def _remove_handles() -> None:
 
 
 def mark(text: str) -> None:
-    """Write a note of your own into the record: it is shown in traces and reports. Without a recorder it does nothing."""
+    """Write a note of your own into the record: it is shown in traces. Without a recorder it does nothing."""
     recorder = writer.active
     if recorder is not None:
         recorder.put(RecordKind.MARK, Member(rank=_rank), label=str(text))

@@ -15,7 +15,7 @@ from itertools import islice, takewhile
 from operator import itemgetter
 from typing import Any
 
-from gradwire.observe.hangs.gradient_questions import Awaited, missing_in
+from gradwire.observe.hangs.gradient_questions import Awaited
 from gradwire.observe.hangs.stacks import Frame, Stack, of_script, user_frames
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import Record, message_key
@@ -289,9 +289,10 @@ def _missing_parameters(
 ) -> tuple[tuple[str, ...], bool]:
     """The parameters of the bucket without a gradient; where that is not known all of them, and False."""
     record = waiting.record
-    known = missing_in(awaited, (record.group_id, record.model, member.number, record.step, record.bucket))
-    if known is not None:
-        return known, True
+    bucket = record.group_id, record.model, member.number, record.step, record.bucket
+    for answer in awaited:
+        if answer[:5] == bucket:
+            return answer.missing, True
     names = parameters_of(record, record.bucket, [m.progress for m in waiting.members])
     return names, _is_before_backward(member)
 

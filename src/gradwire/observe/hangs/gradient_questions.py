@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,12 +141,3 @@ def read_answer(path: Path, since: int) -> list[Awaited] | None:
         ]
     except (OSError, KeyError, TypeError, ValueError):
         return None
-
-
-def missing_in(awaited: Sequence[Awaited], place: tuple[int, int, int, int, int]) -> tuple[str, ...] | None:
-    """The parameters of a bucket without a gradient; None if no answer is about that place: all fields but the last.
-
-    >>> missing_in([Awaited(3, 1, 0, 7, 0, ("bias",))], (3, 1, 0, 7, 0))
-    ('bias',)
-    """
-    return next((one.missing for one in awaited if one[:5] == place), None)
