@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from benchmarks import against, overhead, peers
@@ -182,7 +184,11 @@ def test_what_two_checkouts_are_compared_by():
     new = {"bare": [1.0, 1.0], "torch": [3.0, 3.0], "gradwire": [2.0, 2.0]}
     old = new | {"gradwire": [3.0, 5.0]}
     found = against.Comparison(against.Plan("cpu", None, 6, 4, 3, "cpu"), new, old)
-    row = against.figures_of(found).rows["gradwire"]
+    figures = against.figures_of(found)
+    out = StringIO()
+    Console(file=out, width=80).print(figures.table())
+    assert re.search(r"│ gradwire +│ 4000.00 │ 2000.00 │ +2.00 │ +3000.00 │ +1000.00 │ +3.00 │", out.getvalue())
+    row = figures.rows["gradwire"]
     assert row["ratio"].seconds == (1.5, 2.5)
     assert row["ratio_added"].seconds == (2.0, 4.0)
     [line] = against.lines_of(found)
