@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from gradwire.errors import UsageError
 from gradwire.groups import Group
-from gradwire.groups.store.tcp_store import host_store
+from gradwire.groups.store.rendezvous import host_store
 from gradwire.parallel import DistributedDataParallel
 from gradwire.policies import NonFinite
 

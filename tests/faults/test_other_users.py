@@ -24,7 +24,7 @@ from benchmarks.world import RankContext, run_world
 from gradwire import observe
 from gradwire.errors import GroupError
 from gradwire.groups import Group, MPIGroup
-from gradwire.groups.store.tcp_store import host_store
+from gradwire.groups.store.rendezvous import host_store
 from gradwire.observe.hangs.gradient_questions import GradientAnswers, Question
 from gradwire.observe.hangs.hang_report import end_of, saved_hangs
 from gradwire.observe.hangs.hang_watch import HangWatch

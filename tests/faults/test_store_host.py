@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.groups.store.tcp_store import host_store
+from gradwire.groups.store.rendezvous import host_store
 from helpers.warm_python import WarmPython
 
 SCRIPT = """

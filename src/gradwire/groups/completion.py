@@ -9,11 +9,42 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from gradwire.collectives import Signature
 from gradwire.errors import HookError, UsageTypeError
 from gradwire.events import Callbacks, Handle
-from gradwire.groups.work_info import WorkInfo
 from gradwire.runtime.threads import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class WorkInfo:
+    """A finished operation: what completion hooks receive."""
+
+    op: Signature
+    group: str
+    rank: int
+    seq: int
+    bytes: int
+    started: float
+    finished: float
+    error: BaseException | None
+
+    @property
+    def kind(self) -> str:
+        """The operation's name, such as "all_reduce"."""
+        return str(self.op.kind.value)
+
+    @property
+    def label(self) -> str:
+        """The caller's name for it."""
+        return self.op.label
+
+    @property
+    def duration(self) -> float:
+        """Seconds from submission to completion."""
+        return self.finished - self.started
+
 
 CompletionHook = Callable[[WorkInfo], None]
 

@@ -13,101 +13,82 @@ callbacks to a third, and so on: one thread per depth.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.errors import again
-
-Job = Callable[[], None]
+from gradwire.runtime.threads import Worker
 
 _CURRENT = threading.local()
 """`depth`: the nesting depth of future callbacks in the current thread."""
 
 
-class FutureQueue:
-    """The futures of one depth. `put` takes no lock: `abort()` in a signal handler may interrupt any thread anywhere."""
-
-    def __init__(self, name: str, depth: int) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._stopped = False
-        self._depth = depth
-        self._thread = threading.Thread(target=self._run, name=f"{name}-{depth}", daemon=True)
-        self._thread.start()
-
-    def put(self, job: Job) -> None:
-        """Run `job()`, which must not raise, after those put before; at once if the thread has been stopped."""
-        self._jobs.put(job)
-        if self._stopped:
-            self._drain()
-
-    def _run(self) -> None:
-        _CURRENT.depth = self._depth + 1
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job
-
-    def stop(self, until: float) -> None:
-        """Run what was put so far and end the thread. If the thread is blocked at `until`, the rest is run here."""
-        self._jobs.put(None)
-        self._stopped = True
-        if self._thread is not threading.current_thread():
-            self._thread.join(max(0.0, until - time.perf_counter()))
-            self._drain()
-
-    def _drain(self) -> None:
-        while True:
-            try:
-                job = self._jobs.get_nowait()
-            except queue.Empty:
-                break
-            if job is not None:
-                job()
-        self._jobs.put(None)
-
-
 class FutureThreads:
-    """The threads that complete the futures of one group on one rank. Holds no reference to the group."""
+    """The threads that complete the futures of one group on one rank, by depth. Holds no reference to the group."""
 
     def __init__(self, owner: str) -> None:
-        self._name = f"gradwire-futures-{owner}"
-        self._queues: dict[int, FutureQueue] = {}
+        self._name = f"futures-{owner}"
+        self._workers: list[Worker] = []
+        self._unfinished: dict[OutcomeFuture, tuple[BaseException | None, Sequence[Tensor]]] = {}
         self._stopped = False
         self.lock = threading.Lock()
         """Held while a future is made. Never taken by a thread that settles an operation."""
 
-    def queue_for_caller(self) -> FutureQueue | None:
-        """The queue for futures created in the current thread, or None if the group has ended. Call it under `lock`."""
+    def new_future(self, device: torch.device, problems: deque[BaseException]) -> OutcomeFuture:
+        """A future for the caller. Call it under `lock`."""
         depth: int = getattr(_CURRENT, "depth", 0)
-        if depth not in self._queues and not self._stopped:
-            self._queues[depth] = FutureQueue(self._name, depth)
-        return self._queues.get(depth)
+        while depth >= len(self._workers) and not self._stopped:
+            self._workers.append(Worker(f"{self._name}-{len(self._workers)}"))
+            self._workers[-1].start()
+        return OutcomeFuture(device, self, depth, problems)
+
+    def put(self, future: OutcomeFuture, error: BaseException | None, outputs: Sequence[Tensor]) -> None:
+        """Complete `future` after those put before; at once if the threads have been stopped.
+
+        Takes no lock: `abort()` in a signal handler may interrupt any thread anywhere.
+        """
+        self._unfinished[future] = error, outputs
+        if not self._stopped:
+            self._workers[future.depth].put(lambda: self._complete(future))
+        if self._stopped:  # perhaps since then
+            self._complete(future)
+
+    def _complete(self, future: OutcomeFuture) -> None:
+        outer, _CURRENT.depth = getattr(_CURRENT, "depth", 0), future.depth + 1
+        try:
+            if (outcome := self._unfinished.pop(future, None)) is not None:
+                future.complete(*outcome)
+        finally:
+            _CURRENT.depth = outer
 
     def stop(self, timeout: float) -> None:
-        """Complete the futures of settled operations, then end the threads."""
+        """Complete the futures of settled operations, then end the threads. What a blocked thread leaves is completed here."""
         until = time.perf_counter() + timeout
         with self.lock:
             self._stopped = True
-            queues = list(self._queues.values())
-        for each in queues:
-            each.stop(until)
+        for worker in self._workers:
+            worker.stop(max(0.0, until - time.perf_counter()))
+        for future in list(self._unfinished):
+            self._complete(future)
 
 
 class OutcomeFuture:
     """The torch Future of one operation. The first of several threads completes it. See Note [Callbacks that wait]."""
 
-    def __init__(self, device: torch.device, queue: FutureQueue | None, problems: deque[BaseException]) -> None:
-        """`queue` completes it when the operation is settled; without one, the settling thread does."""
+    def __init__(
+        self, device: torch.device, threads: FutureThreads, depth: int, problems: deque[BaseException]
+    ) -> None:
         self.torch_future: torch.futures.Future[Any] = torch.futures.Future(
             devices=[device] if device.type == "cuda" else None
         )
-        self._queue = queue
+        self.depth = depth
+        self._threads = threads
         self._problems = problems
         self._claim = [None]
 
@@ -116,12 +97,9 @@ class OutcomeFuture:
         """Whether a thread has completed it, or is about to."""
         return not self._claim
 
-    def complete_in_queue(self, error: BaseException | None, outputs: Sequence[Tensor]) -> None:
-        """The operation is settled: complete it in its queue."""
-        if self._queue is None:
-            self.complete(error, outputs)
-        else:
-            self._queue.put(lambda: self.complete(error, outputs))
+    def complete_in_order(self, error: BaseException | None, outputs: Sequence[Tensor]) -> None:
+        """The operation is settled: complete it on the thread of its depth."""
+        self._threads.put(self, error, outputs)
 
     def complete(self, error: BaseException | None, outputs: Sequence[Tensor]) -> None:
         """Complete it here; a second call does nothing."""

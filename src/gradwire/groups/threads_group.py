@@ -41,7 +41,7 @@ class ThreadGroup(Group):
     in_one_process = True
     identifies_itself = True
 
-    def __init__(self, rank: int, table: _Table) -> None:
+    def __init__(self, rank: int, table: _ThreadWorld) -> None:
         super().__init__(rank, table.size, name=table.name, timeout=table.timeout, watchdog=table.watchdog)
         self.ledger.identify(table.group_id)
         self._table = table
@@ -63,10 +63,10 @@ class ThreadGroup(Group):
         """
         if size < 1:
             raise UsageError(f"ThreadGroup.world({size}): a world has at least one rank.")
-        return cls._seat(_Table(size, name, timeout))
+        return cls._seat(_ThreadWorld(size, name, timeout))
 
     @classmethod
-    def _seat(cls, table: _Table) -> list[ThreadGroup]:
+    def _seat(cls, table: _ThreadWorld) -> list[ThreadGroup]:
         table.groups = [cls(rank, table) for rank in range(table.size)]
         return table.groups
 
@@ -114,7 +114,7 @@ class ThreadGroup(Group):
         self._table.leave(self.rank)
 
 
-class _Table:
+class _ThreadWorld:
     """Where the ranks of one world meet. All state is under one lock; data moves outside it."""
 
     def __init__(self, size: int, name: str, timeout: float) -> None:
@@ -128,16 +128,16 @@ class _Table:
         self._slots: dict[int, dict[int, Work]] = {}
         self._p2p: list[tuple[Work, int]] = []
         self._left: dict[int, None] = {}
-        self._subtables: WeakValueDictionary[str, _Table] = WeakValueDictionary()  # kept alive by their groups
+        self._subtables: WeakValueDictionary[str, _ThreadWorld] = WeakValueDictionary()  # kept alive by their groups
         self._recovering: set[int] = set()
         self._recoveries = 0
         self._all_recovering = threading.Condition(self._lock)
 
-    def subtable(self, name: str, size: int) -> _Table:
+    def subtable(self, name: str, size: int) -> _ThreadWorld:
         with self._lock:
             table = self._subtables.get(name)
             if table is None or len(table._left) == table.size:  # all ranks have closed theirs
-                table = self._subtables[name] = _Table(size, name, self.timeout)
+                table = self._subtables[name] = _ThreadWorld(size, name, self.timeout)
                 ThreadGroup._seat(table)
             return table
 

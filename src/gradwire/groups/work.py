@@ -26,10 +26,9 @@ from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.timeouts import wait_seconds
 from gradwire.errors import CollectiveTimeout, HookError, PeerLost, UsageError, again
 from gradwire.events import is_kept
-from gradwire.groups.completion import CompletionHooks
+from gradwire.groups.completion import CompletionHooks, WorkInfo
 from gradwire.groups.forked import refuse_in_child
 from gradwire.groups.futures import FutureThreads, OutcomeFuture
-from gradwire.groups.work_info import WorkInfo
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.source import EventSource
@@ -147,7 +146,7 @@ class Work:
             group, self.group = self.group, None
             self._latch.release()
             if self._future is not None:
-                self._future.complete_in_queue(error, self.op.outputs)
+                self._future.complete_in_order(error, self.op.outputs)
             _call_back(self, self._callbacks)
         del group  # perhaps the last reference, which ends the group's threads: so this comes last
         return True
@@ -263,8 +262,7 @@ class Work:
             self.ledger.waited(self)  # or will: a wait for a torch Future in C++, as in torch's DDP, cannot be seen
         with self.ledger.futures.lock:
             if self._future is None:
-                queue = None if self.settled else self.ledger.futures.queue_for_caller()
-                self._future = OutcomeFuture(self.op.device, queue, self.ledger.events.errors)
+                self._future = self.ledger.futures.new_future(self.op.device, self.ledger.events.errors)
             future = self._future
         if self.settled:
             future.complete(self._error, self.op.outputs)

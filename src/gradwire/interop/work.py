@@ -34,8 +34,8 @@ from torch._C import _distributed_c10d as c10d
 
 from gradwire.collectives import OpKind
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
+from gradwire.groups.completion import WorkInfo
 from gradwire.groups.work import Work, seconds
-from gradwire.groups.work_info import WorkInfo
 from gradwire.runtime.dynamo import untraced
 
 KEPT, _SMALL = 64, 4096

@@ -21,8 +21,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups.failure.store_calls import bounded, innermost
 from gradwire.groups.store.private_store import PrivateStore, move, move_if_together
-from gradwire.groups.store.rendezvous import Rendezvous
-from gradwire.groups.store.tcp_store import LOOPBACK, host_store
+from gradwire.groups.store.rendezvous import LOOPBACK, Rendezvous, host_store
 from gradwire.launch.mpi import broadcast_text
 from gradwire.launch.world import Address, World
 from gradwire.runtime.private_file import available

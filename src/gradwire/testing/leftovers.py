@@ -33,7 +33,7 @@ from typing import Protocol
 
 import torch
 
-from gradwire.groups.store.tcp_store import host_store
+from gradwire.groups.store.rendezvous import host_store
 
 _SHM = "/dev/shm"
 _POLL = 0.01

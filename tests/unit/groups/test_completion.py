@@ -10,8 +10,7 @@ import pytest
 
 from gradwire.collectives import OpKind, Signature
 from gradwire.errors import HookError, UsageTypeError
-from gradwire.groups.completion import CompletionHooks, name_of
-from gradwire.groups.work_info import WorkInfo
+from gradwire.groups.completion import CompletionHooks, WorkInfo, name_of
 
 
 def info(seq: int) -> WorkInfo:

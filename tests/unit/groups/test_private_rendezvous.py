@@ -13,8 +13,7 @@ from torch.distributed import HashStore, TCPStore
 
 from gradwire.errors import CollectiveTimeout
 from gradwire.groups.store.private_store import mark_used, move, move_if_together, release
-from gradwire.groups.store.rendezvous import Rendezvous
-from gradwire.groups.store.tcp_store import host_store
+from gradwire.groups.store.rendezvous import Rendezvous, host_store
 
 
 class Stopped:

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups.failure.store_calls import bounded
 from gradwire.groups.store.private_store import PrivateStore, release
-from gradwire.groups.store.tcp_store import host_store
+from gradwire.groups.store.rendezvous import host_store
 from gradwire.launch import Address, Launcher, World
 from gradwire.launch.mpi import broadcast_text
 from gradwire.launch.store import arrive, open_store, say_goodbye

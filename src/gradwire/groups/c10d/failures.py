@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from gradwire.errors import CollectiveTimeout, GradwireError, GroupError, PeerLost
-from gradwire.groups.failure.membership import Membership
-from gradwire.groups.failure.missing_rank import find_culprit
+from gradwire.groups.failure.membership import Membership, find_culprit
 from gradwire.groups.work import Work
 
 _TIMED_OUT = re.compile(r"timed? ?out waiting|operation timed out|watchdog.*timeout|connect timeout", re.IGNORECASE)

@@ -30,15 +30,14 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCP
 from gradwire.errors import GroupError
 from gradwire.groups.failure.store_calls import innermost
 from gradwire.groups.store.private_store import PrivateStore
-from gradwire.groups.store.rendezvous import RankProcess, Rendezvous
-from gradwire.groups.store.tcp_store import LOOPBACK
+from gradwire.groups.store.rendezvous import LOOPBACK, MemberProcess, Rendezvous
 from gradwire.runtime.threads import BoundedCall
 
 ENGINE_MARGIN = 1.0
 """Seconds by which the engine's deadline is later than ours. Ours comes first, because it can name the missing ranks."""
 
 
-def make_gloo(store: Any, rank: int, size: int, timeout: float) -> tuple[Any, Mapping[int, RankProcess]]:
+def make_gloo(store: Any, rank: int, size: int, timeout: float) -> tuple[Any, Mapping[int, MemberProcess]]:
     """A gloo engine of all ranks that have met in `store`, and their processes."""
     what = f"gloo group on rank {rank} of {size}"
     rendezvous = Rendezvous(store, rank, size, timeout=timeout, who=what)

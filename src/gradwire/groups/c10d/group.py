@@ -38,7 +38,7 @@ from gradwire.groups.c10d.engine import Engine
 from gradwire.groups.c10d.failures import translate
 from gradwire.groups.c10d.gloo import ENGINE_MARGIN, make_gloo
 from gradwire.groups.c10d.nccl import make_nccl
-from gradwire.groups.c10d.p2p_threads import Message, MessageThreads
+from gradwire.groups.c10d.p2p_threads import MessageThreads, PendingMessage
 from gradwire.groups.c10d.streams import SideStreams, mark
 from gradwire.groups.c10d.teardown import Teardown, destroy, quiesce
 from gradwire.groups.c10d.work import C10dWork, CompletionPoller, settle_finished, wait_slice
@@ -46,7 +46,7 @@ from gradwire.groups.failure.membership import Membership
 from gradwire.groups.failure.monitor import Monitor
 from gradwire.groups.forked import finalize_here, leak_in_child
 from gradwire.groups.ledger import Arrivals
-from gradwire.groups.store.rendezvous import RankProcess
+from gradwire.groups.store.rendezvous import MemberProcess
 from gradwire.groups.work import Work
 from gradwire.runtime.threads import Worker
 
@@ -116,7 +116,7 @@ class C10dGroup(Group):
 
     @classmethod
     def _over(
-        cls, engine: Any, processes: Mapping[int, RankProcess], store: Any, timeout: float, name: str
+        cls, engine: Any, processes: Mapping[int, MemberProcess], store: Any, timeout: float, name: str
     ) -> C10dGroup:
         group = cls(engine, name=name, timeout=timeout, store=store)
         group._own(engine)
@@ -233,7 +233,7 @@ class C10dGroup(Group):
                 if not work.is_completed():
                     self._broken(work, error, engine)
 
-        message = Message(native, finish)
+        message = PendingMessage(native, finish)
         work.on_block = lambda: self._messages.hurry(message)
         self._messages.put(message)
 

@@ -21,14 +21,14 @@ from torch._C._distributed_c10d import FileStore, PrefixStore
 from gradwire.groups.c10d.gloo import ENGINE_MARGIN, make_gloo
 from gradwire.groups.failure.store_calls import innermost
 from gradwire.groups.store.private_store import PrivateStore
-from gradwire.groups.store.rendezvous import RankProcess
+from gradwire.groups.store.rendezvous import MemberProcess
 from gradwire.runtime.private_file import create, name_of, open_private
 
 _NAME = "gradwire/nccl"
 _LABEL = "gradwire-nccl-store"
 
 
-def make_nccl(store: Any, rank: int, size: int, timeout: float) -> tuple[Any, Mapping[int, RankProcess]]:
+def make_nccl(store: Any, rank: int, size: int, timeout: float) -> tuple[Any, Mapping[int, MemberProcess]]:
     """A process group of all ranks that have met in `store`, NCCL for CUDA tensors and gloo for others; and their processes."""
     kinds, nccl = dist.ProcessGroup.BackendType, dist.ProcessGroupNCCL
     cpu, processes = make_gloo(store, rank, size, timeout)

@@ -18,7 +18,7 @@ from typing import Any
 LIMIT = 16
 
 
-class Message:
+class PendingMessage:
     """A send or receive that was passed to the engine, and what to do when it ends."""
 
     __slots__ = ("finish", "native")
@@ -34,10 +34,10 @@ class MessageThreads:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._queue: deque[Message] = deque()
-        self._running: dict[threading.Thread, Message] = {}
+        self._queue: deque[PendingMessage] = deque()
+        self._running: dict[threading.Thread, PendingMessage] = {}
 
-    def put(self, message: Message) -> None:
+    def put(self, message: PendingMessage) -> None:
         """Wait for `message` as soon as a thread is free."""
         with self._lock:
             if len(self._running) < LIMIT:
@@ -45,7 +45,7 @@ class MessageThreads:
             else:
                 self._queue.append(message)
 
-    def hurry(self, message: Message) -> None:
+    def hurry(self, message: PendingMessage) -> None:
         """Wait for `message` now, because a caller does."""
         with self._lock:
             try:
@@ -54,14 +54,14 @@ class MessageThreads:
                 return
             self._start(message)
 
-    def _start(self, message: Message) -> None:
+    def _start(self, message: PendingMessage) -> None:
         thread = threading.Thread(
             target=self._run, args=(message,), name=f"gradwire-messages-{self._name}", daemon=True
         )
         self._running[thread] = message
         thread.start()
 
-    def _run(self, message: Message | None) -> None:
+    def _run(self, message: PendingMessage | None) -> None:
         me = threading.current_thread()
         while message is not None:
             message.finish()

@@ -34,7 +34,7 @@ from gradwire.errors import UsageTypeError
 def adapt(work: Any, op: Collective, method: str, timeout: float) -> Any:
     """What `method` returned for `op`, with a repeatable `wait(timeout)`, a reliable `is_completed`, and errors."""
     if type(work) is dist.Work:
-        return _TorchWork(work, op)
+        return _CppWork(work, op)
     waits, has_future = (callable(_own(work, name)) for name in ("wait", "get_future"))
     if not waits and not has_future:
         raise UsageTypeError(
@@ -62,7 +62,7 @@ def _own(work: Any, name: str) -> Any:
     return None if inherited else getattr(work, name, None)
 
 
-class _TorchWork:
+class _CppWork:
     """A C++ Work of torch. See Note [Work written in Python]."""
 
     def __init__(self, work: Any, op: Collective) -> None:

@@ -35,6 +35,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 import threading
 import time
 import weakref
@@ -45,11 +46,11 @@ from typing import Any
 
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
 
-from gradwire.errors import ClosedError
+from gradwire.errors import UNEVEN, ClosedError
 from gradwire.groups.failure.member_pages import Epoch, Member, Peers
 from gradwire.groups.failure.store_calls import StoreCalls, bounded, innermost
 from gradwire.groups.store.private_store import PrivateStore
-from gradwire.groups.store.rendezvous import RankProcess, Rendezvous
+from gradwire.groups.store.rendezvous import MemberProcess, Rendezvous
 from gradwire.recorder.source import derived_id
 from gradwire.runtime.host import process_start
 
@@ -147,7 +148,7 @@ class Membership(Progress):
         """The other ranks, by their pages as last read."""
         return self._epoch.peers
 
-    def learn(self, processes: Mapping[int, RankProcess]) -> None:
+    def learn(self, processes: Mapping[int, MemberProcess]) -> None:
         """Take over what is known of ranks that have not written a page yet: one may die before it does."""
         for rank, member in self.peers.members.items():
             if not member.pid and rank in processes:
@@ -290,3 +291,24 @@ def _connection(store: Any) -> Any:
 _LOCK = threading.Lock()
 _OF_PROCESS_GROUP: weakref.WeakKeyDictionary[Any, Membership] = weakref.WeakKeyDictionary()
 """See Note [One membership per process group]."""
+
+
+def find_culprit(membership: Membership, joined: int, patience: float = 1.0) -> tuple[int | None, str]:
+    """(rank, reason) for a broken connection; searches for at most `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        membership.refresh(max(0.1, deadline - time.monotonic()))
+        dead = membership.peers.dead()
+        if dead is not None:
+            return dead, f"rank {dead} (process {membership.peers.members[dead].pid}) has died"
+        if membership.failure_record is not None:
+            return membership.failure_record
+        over = time.monotonic() >= deadline or membership.store_lost
+        # A rank that gave up on this operation has joined it; so has one that finished it and left, which is not the culprit.
+        gone = membership.peers.left_before(sys.maxsize if over else joined)
+        if gone is not None:
+            how = membership.peers.members[gone].left
+            return gone, f"rank {gone} has left ({how})" + (f". {UNEVEN}" if how == "closed" else "")
+        if over:
+            return None, "a peer has died or closed its connections; which one is not known"
+        time.sleep(0.02)

@@ -43,7 +43,7 @@ from gradwire.groups.hierarchical.subgroup_failures import (
     in_terms_of_whole,
     interrupted,
 )
-from gradwire.groups.hierarchical.subgroups import Parts, make_parts
+from gradwire.groups.hierarchical.subgroups import GroupParts, make_parts
 from gradwire.groups.hierarchical.two_level_programs import TwoLevel
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.shared_memory import SharedMemoryGroup
@@ -92,7 +92,7 @@ class HierarchicalGroup(Group):
             raise UsageError(f"{type(self).__name__}: a layout was given, but no rank. Pass rank= as well.")
         else:
             group_id = None if messages is None else messages.ledger.events.child_id("hierarchical")
-        parts = Parts.of(layout, rank, inside, across, messages)
+        parts = GroupParts.of(layout, rank, inside, across, messages)
         super().__init__(
             rank,
             layout.size,

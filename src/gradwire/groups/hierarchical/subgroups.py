@@ -1,4 +1,4 @@
-"""`Parts`: the groups that a two-level group is made of, and which ranks of the whole are in each.
+"""`GroupParts`: the groups that a two-level group is made of, and which ranks of the whole are in each.
 
 Note [Three parts]
 `inside` has the ranks of this host. `across` has, for each carrier, the ranks with its place in all hosts (see Note [Rails]).
@@ -51,7 +51,7 @@ def make_parts(layout: Layout, rendezvous: Rendezvous, *, inside: Make, across: 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
+class GroupParts:
     """See Note [Three parts]. `members` has the ranks of the whole that are in each part, in the part's order."""
 
     layout: Layout
@@ -62,7 +62,7 @@ class Parts:
     members: dict[Group, tuple[int, ...]]
 
     @classmethod
-    def of(cls, layout: Layout, rank: int, inside: Group, across: Group | None, messages: Group | None) -> Parts:
+    def of(cls, layout: Layout, rank: int, inside: Group, across: Group | None, messages: Group | None) -> GroupParts:
         """Check that the groups fit the layout."""
         mates = layout.hosts[layout.place(rank)[0]]
         everyone = tuple(range(layout.size))

@@ -49,7 +49,7 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-class Plan:
+class SegmentPlan:
     """Where everything lies in a segment of `nbytes` for `size` ranks, whose staging buffers have `chunk` bytes each."""
 
     def __init__(self, size: int, nbytes: int, chunk: int = CHUNK) -> None:
@@ -75,7 +75,7 @@ class Plan:
         self.heap_stride = max(0, (nbytes - self.heaps) // size // PAGE * PAGE)
 
     @classmethod
-    def fitting(cls, size: int, free: int) -> Plan:
+    def fitting(cls, size: int, free: int) -> SegmentPlan:
         """The one with the largest staging buffers of which all ranks' take up at most half of `free` bytes."""
         smallest, chunk = max(SMALLEST_CHUNK, 1 << (64 * size - 1).bit_length()), CHUNK
         while chunk > smallest and cls(size, 0, chunk).heaps > free // 2:
@@ -106,7 +106,7 @@ class Plan:
 class Board:
     """One rank's access to the board. Only the thread that drives the group signals; states may be set from any."""
 
-    def __init__(self, segment: Segment, plan: Plan, rank: int, sleep: Sleep) -> None:
+    def __init__(self, segment: Segment, plan: SegmentPlan, rank: int, sleep: Sleep) -> None:
         self.plan = plan
         self.rank = rank
         self.size = plan.size
@@ -198,16 +198,16 @@ class Board:
         """Where the first part of each rank lies, by their tables for collective number `turn`."""
         return [_PART.unpack_from(self._memory, offset)[0] for offset in self._first_parts[turn & 1]]
 
-    def read_table(self, rank: int, turn: int) -> Table:
+    def read_table(self, rank: int, turn: int) -> RankTable:
         """What `rank` announced for collective number `turn`."""
         offset = self.plan.table(rank, turn)
         hold, count = _TABLE.unpack_from(self._memory, offset)
         flat = struct.unpack_from(f"<{2 * count}q", self._memory, offset + _TABLE.size)
-        return Table(bool(hold), flat)
+        return RankTable(bool(hold), flat)
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class RankTable:
     """A rank's announcement."""
 
     hold: bool

@@ -43,9 +43,9 @@ from gradwire.groups.shared_memory.agreement import Steps
 from gradwire.groups.shared_memory.board import HERE, LEFT, Board
 from gradwire.groups.shared_memory.diagnosis import CLOSED, Diagnosis, Waiting
 from gradwire.groups.shared_memory.liveness import Pulse
-from gradwire.groups.shared_memory.p2p import Mailbox, Message, checks_per_round
+from gradwire.groups.shared_memory.p2p import Mailbox, MailboxMessage, checks_per_round
 from gradwire.groups.shared_memory.programs import Programs
-from gradwire.groups.shared_memory.recovery import Recovery
+from gradwire.groups.shared_memory.recovery import BoardRecovery
 from gradwire.groups.shared_memory.sync import SLICE, pause, spins_before_sleep
 from gradwire.groups.work import Work
 from gradwire.runtime.host import usable_cores
@@ -86,12 +86,12 @@ class Engine:
         self.programs = programs
         self.mailbox = mailbox
         self.diagnosis = Diagnosis(name, board, pulse)
-        self.recovery = Recovery(board, self.diagnosis)
+        self.recovery = BoardRecovery(board, self.diagnosis)
         self._fail = fail
         self._driving = threading.Lock()
         self._queue: deque[Work] = deque()
         self._new_p2p: deque[Work] = deque()
-        self._messages: list[Message] = []
+        self._messages: list[MailboxMessage] = []
         self._current: _Current | None = None
         self._keep: object = None
         self._all_here = [HERE] * self.size

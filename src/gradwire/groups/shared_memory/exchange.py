@@ -15,7 +15,7 @@ from gradwire.collectives.lower import as_bytes, flat
 from gradwire.collectives.reference import cut
 from gradwire.errors import CollectiveMismatch, InternalError
 from gradwire.groups.shared_memory.agreement import AnnouncedPrograms, Steps
-from gradwire.groups.shared_memory.board import SMALL, Table
+from gradwire.groups.shared_memory.board import SMALL, RankTable
 from gradwire.groups.shared_memory.fold import combine
 
 
@@ -32,7 +32,7 @@ class _Wanted:
     """Offset and length of what a rank has for this one; the offset is -1 if it goes through the staging buffers."""
 
 
-class Exchange(AnnouncedPrograms):
+class ExchangePrograms(AnnouncedPrograms):
     """The exchanges of one rank of one group."""
 
     def steps(self, op: Collective, whole: Collective, digest: bytes) -> Steps:
@@ -88,7 +88,7 @@ class Exchange(AnnouncedPrograms):
             at += t.numel()
         return entries, False
 
-    def _windows(self, tables: Sequence[Table], number: int, capacity: int) -> dict[int, int]:
+    def _windows(self, tables: Sequence[RankTable], number: int, capacity: int) -> dict[int, int]:
         """Where, in this window, each rank has staged what is meant for this one."""
         index = {rank: self.rank if len(table.flat) > 2 else 0 for rank, table in enumerate(tables)}
         return {rank: self._plan.buffer(rank, number) + i * capacity for rank, i in index.items()}

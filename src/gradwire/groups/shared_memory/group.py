@@ -29,15 +29,14 @@ from gradwire.errors import ClosedError, GroupError, PeerLost, SharedMemoryFull,
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.ledger import Arrivals
-from gradwire.groups.shared_memory.board import HERE, Board, Plan
-from gradwire.groups.shared_memory.devices import warn_of_copies
+from gradwire.groups.shared_memory.board import HERE, Board, SegmentPlan
 from gradwire.groups.shared_memory.diagnosis import report
 from gradwire.groups.shared_memory.engine import Engine
 from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.shared_memory.liveness import Pulse
 from gradwire.groups.shared_memory.p2p import Mailbox
 from gradwire.groups.shared_memory.programs import Programs
-from gradwire.groups.shared_memory.segment import Segment, Ticket, default_directory, warn_once
+from gradwire.groups.shared_memory.segment import Segment, Ticket, default_directory, warn_of_copies, warn_once
 from gradwire.groups.shared_memory.sync import Futex, Polling, Sleep
 from gradwire.groups.shared_memory.views import Views
 from gradwire.groups.store.rendezvous import Rendezvous
@@ -83,10 +82,10 @@ class SharedMemoryGroup(Group):
             raise UsageError(
                 f"{self}: room={room!r} is not a number of bytes that a file can have. Leave it out, or pass an int."
             )
-        if room < Plan(size, 0).heaps + size * _SMALLEST_HEAP:
+        if room < SegmentPlan(size, 0).heaps + size * _SMALLEST_HEAP:
             raise UsageError(
                 f"{self}: room={room} is not enough for {size} ranks. Leave it out, or give at least "
-                f"{Plan(size, 0).heaps + size * _SMALLEST_HEAP} bytes."
+                f"{SegmentPlan(size, 0).heaps + size * _SMALLEST_HEAP} bytes."
             )
         if waiting not in ("auto", "futex", "polling"):
             raise UsageError(f"{self}: waiting={waiting!r} is unknown. Choose auto, futex or polling.")
@@ -247,14 +246,14 @@ def _sleep(waiting: str, segment: Segment) -> Sleep:
 # -- how the ranks find each other -------------------------------------------------------------------------------------------
 
 
-def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room: int) -> tuple[Segment, Plan]:
+def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room: int) -> tuple[Segment, SegmentPlan]:
     """Rank 0 makes the segment and the others find it through the store: the segment, and where everything is in it."""
     size, key = group.size, rendezvous.key("ticket")
     if group.rank == 0:
         segment, ticket = Segment.create(ranks=size, nbytes=room, directory=directory, host=host_identity())
         try:
-            chunk = Plan.fitting(size, segment.free).chunk
-            plan = Plan(size, segment.nbytes, chunk)
+            chunk = SegmentPlan.fitting(size, segment.free).chunk
+            plan = SegmentPlan(size, segment.nbytes, chunk)
             segment.reserve(0, plan.heaps, what="board and staging buffers")
             rendezvous.store.set(key, json.dumps({**asdict(ticket), "chunk": chunk}))
         except BaseException:
@@ -265,7 +264,7 @@ def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room
     announced = json.loads(rendezvous.receive(key, source=0))
     chunk = announced.pop("chunk")
     segment = _join(group, Ticket(**announced))
-    return segment, Plan(size, segment.nbytes, chunk)
+    return segment, SegmentPlan(size, segment.nbytes, chunk)
 
 
 def _join(group: SharedMemoryGroup, ticket: Ticket) -> Segment:

@@ -40,7 +40,7 @@ def _code(dtype: torch.dtype) -> int:
     return zlib.crc32(str(dtype).encode())
 
 
-class Message(ABC):
+class MailboxMessage(ABC):
     """A send or receive under way."""
 
     def __init__(self, work: Work, peers: list[int]) -> None:
@@ -71,7 +71,7 @@ class Message(ABC):
         """Try; True if anything changed."""
 
 
-def checks_per_round(messages: Sequence[Message], *, alone: bool) -> int:
+def checks_per_round(messages: Sequence[MailboxMessage], *, alone: bool) -> int:
     """How many checks a look at all messages counts for, of those that a rank makes before it sleeps.
 
     Many messages make each round longer, and the wait must not grow with them. If all are large, and no collective is under way,
@@ -103,7 +103,7 @@ class Mailbox:
         self._withdrawn: list[tuple[int, int, int, Tensor]] = []
         self._receiving: list[PendingReceive] = []
 
-    def message(self, work: Work) -> Message:
+    def message(self, work: Work) -> MailboxMessage:
         """Take up a send or receive."""
         if work.op.kind is OpKind.SEND:
             return PendingSend(work, self)
@@ -224,7 +224,7 @@ class Mailbox:
             self._free[peer] = outgoing
 
 
-class PendingSend(Message):
+class PendingSend(MailboxMessage):
     """A send."""
 
     def __init__(self, work: Work, mailbox: Mailbox) -> None:
@@ -265,7 +265,7 @@ class PendingSend(Message):
         return True
 
 
-class PendingReceive(Message):
+class PendingReceive(MailboxMessage):
     """A receive, from one rank or from any."""
 
     def __init__(self, work: Work, mailbox: Mailbox) -> None:

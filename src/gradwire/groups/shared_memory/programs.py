@@ -29,7 +29,7 @@ from gradwire.errors import CollectiveMismatch, GroupError
 from gradwire.groups.shared_memory.agreement import Agreement, Steps
 from gradwire.groups.shared_memory.all_reduce import AllReduce
 from gradwire.groups.shared_memory.board import Board
-from gradwire.groups.shared_memory.exchange import Exchange
+from gradwire.groups.shared_memory.exchange import ExchangePrograms
 from gradwire.groups.shared_memory.views import Views
 
 _NATIVE = frozenset({
@@ -47,7 +47,7 @@ class Programs:
         self.board = board
         self.agreement = Agreement(name, board, views)
         self.all_reduce = AllReduce(board, views, self.agreement)
-        self.exchange = Exchange(board, views, self.agreement)
+        self.exchange = ExchangePrograms(board, views, self.agreement)
 
     def carry_out(self, op: Collective) -> Steps:
         """The program for any collective."""

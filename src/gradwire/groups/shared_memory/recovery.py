@@ -17,7 +17,7 @@ from gradwire.groups.shared_memory.diagnosis import Diagnosis, Waiting
 from gradwire.groups.shared_memory.sync import SLICE, Fence
 
 
-class Recovery:
+class BoardRecovery:
     """The recoveries of one rank of one group."""
 
     def __init__(self, board: Board, diagnosis: Diagnosis) -> None:

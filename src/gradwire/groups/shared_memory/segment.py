@@ -29,6 +29,8 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
+
 from gradwire.errors import GroupError, SharedMemoryFull, UsageError
 from gradwire.runtime.private_file import check_identity
 
@@ -242,3 +244,18 @@ def size_text(nbytes: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.4g} {unit}"
+
+
+_WARNED_OF_COPIES: list[str] = []
+
+
+def warn_of_copies(device: torch.device, size: int) -> None:
+    """One warning for each process, when memory for a gradient bucket on a CUDA device is asked for."""
+    if device.type != "cuda" or size == 1 or _WARNED_OF_COPIES:
+        return
+    text = (
+        f"gradients on {device} are copied to the host and back in every step: shared memory, which carries them between the "
+        f"{size} ranks, is the host's. Give every rank a GPU of its own, and gw.init() takes NCCL (`gradwire run --nproc gpu`)."
+    )
+    _WARNED_OF_COPIES.append(text)
+    warnings.warn(text, RuntimeWarning, stacklevel=4)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.groups.shared_memory.board import Plan
+from gradwire.groups.shared_memory.board import SegmentPlan
 from gradwire.groups.shared_memory.segment import Segment
 
 K = TypeVar("K")
@@ -36,7 +36,7 @@ class Cache(dict[K, V]):
 class Views:
     """One rank's views of the segment."""
 
-    def __init__(self, segment: Segment, plan: Plan, rank: int) -> None:
+    def __init__(self, segment: Segment, plan: SegmentPlan, rank: int) -> None:
         self.address = segment.address
         self.memory = segment.memory
         with torch.inference_mode(False):

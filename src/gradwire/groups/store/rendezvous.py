@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from importlib import import_module
 from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
 
 from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
 from gradwire.groups.failure.store_calls import bounded
@@ -37,7 +41,7 @@ _GRACE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class RankProcess:
+class MemberProcess:
     """The process of a rank, as its page describes it."""
 
     host: str
@@ -46,7 +50,7 @@ class RankProcess:
     version: str
 
     @classmethod
-    def current(cls) -> RankProcess:
+    def current(cls) -> MemberProcess:
         """This one."""
         version = f"gradwire {import_module('gradwire').__version__} (protocol {PROTOCOL}, records {VERSION})"
         return cls(host_identity(), os.getpid(), process_start(os.getpid()) or "", version)
@@ -61,7 +65,7 @@ class Rendezvous:
         self.size = size
         self.timeout = timeout
         self.who = who
-        self.processes: dict[int, RankProcess] = {}
+        self.processes: dict[int, MemberProcess] = {}
         """The ranks whose pages were read."""
         self._reports = bounded(store, _GRACE, who)
         self._base = ""
@@ -81,7 +85,7 @@ class Rendezvous:
         `report` the errors of this rank to the others, unless ranks may meet again under this key.
         """
         self._base = base
-        mine = self.processes[self.rank] = RankProcess.current()
+        mine = self.processes[self.rank] = MemberProcess.current()
         self.store.set(f"{base}/process/{self.rank}", json.dumps(asdict(mine)))
         self._deadline = time.monotonic() + self.timeout
         active = _active()
@@ -113,7 +117,7 @@ class Rendezvous:
         self._deadline = time.monotonic() + self.timeout  # all ranks are in step here, so their deadlines agree
         return [self.store.get(key) for key in keys]
 
-    def all_processes(self) -> dict[int, RankProcess]:
+    def all_processes(self) -> dict[int, MemberProcess]:
         """The processes of all ranks, once all have arrived."""
         self._wait_for([f"{self._base}/process/{r}" for r in range(self.size)], range(self.size), self.timeout)
         self._read_pages()
@@ -225,7 +229,7 @@ class Rendezvous:
         complete = self.store.check(list(unread.values()))
         for rank, key in unread.items():
             if complete or self.store.check([key]):
-                self.processes[rank] = RankProcess(**json.loads(self.store.get(key)))
+                self.processes[rank] = MemberProcess(**json.loads(self.store.get(key)))
         versions: dict[str, list[int]] = {}
         for rank, process in sorted(self.processes.items()):
             versions.setdefault(process.version, []).append(rank)
@@ -302,3 +306,24 @@ def _active() -> list[Rendezvous]:
     """The meetings that the current thread is in, outermost first."""
     meetings: list[Rendezvous] = _LOCAL.__dict__.setdefault("meetings", [])
     return meetings
+
+
+LOOPBACK = "127.0.0.1"
+
+
+def host_store(host: str = LOOPBACK, *, timeout: float = 60.0) -> TCPStore:
+    """A store in this process, on a free port of `host` ("" for every address of this machine).
+
+    The port is bound before it is announced, so no other process can take it in between. By itself, a TCPStore listens on
+    every address of the machine, whatever host it is given.
+    """
+    listener = socket.create_server((host, 0), backlog=2048)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host or LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listener.detach(),
+    )

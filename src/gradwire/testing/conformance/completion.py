@@ -17,7 +17,7 @@ from gradwire.events import (
     Handle,
 )
 from gradwire.groups.base import Group
-from gradwire.groups.work_info import WorkInfo
+from gradwire.groups.completion import WorkInfo
 from gradwire.testing.conformance.compare import Problems, holds, raises, same
 from gradwire.testing.conformance.second_group import PATIENCE, meet, side_group
 

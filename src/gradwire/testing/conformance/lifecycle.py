@@ -12,7 +12,7 @@ from gradwire.collectives import build
 from gradwire.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
 from gradwire.events import CollectiveFailed
 from gradwire.groups.base import Group
-from gradwire.groups.work_info import WorkInfo
+from gradwire.groups.completion import WorkInfo
 from gradwire.testing.conformance.compare import Problems, holds, raises, same
 from gradwire.testing.conformance.second_group import PATIENCE, SHORT, SOON, meet, part, side_group
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from gradwire.collectives import Collective, ReduceOp, build
 from gradwire.errors import CollectiveTimeout
 from gradwire.groups.base import Group
+from gradwire.groups.completion import WorkInfo
 from gradwire.groups.work import Work
-from gradwire.groups.work_info import WorkInfo
 from gradwire.testing.conformance.compare import Problems, holds, raises, same, unlike
 from gradwire.testing.conformance.data import blank, draw
 from gradwire.testing.conformance.second_group import PATIENCE, SOON, meet, side_group

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from gradwire.errors import CollectiveTimeout, GroupError
 from gradwire.groups import C10dGroup
 from gradwire.groups.c10d.gloo import _choose, _ways
-from gradwire.groups.store.rendezvous import RankProcess
-from gradwire.groups.store.tcp_store import host_store
+from gradwire.groups.store.rendezvous import MemberProcess, host_store
 
 
 def test_on_one_host_ranks_stay_on_the_loopback_address() -> None:
@@ -42,7 +41,7 @@ def test_the_way_to_a_store_on_this_host(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def arrive(store: dist.Store, rank: int, address: str = "") -> None:
     """What another rank writes into the store."""
-    store.set(f"gloo/process/{rank}", json.dumps(asdict(RankProcess.current())))
+    store.set(f"gloo/process/{rank}", json.dumps(asdict(MemberProcess.current())))
     store.set(f"gloo/addresses/{rank}", json.dumps([address, address]))
 
 
@@ -71,7 +70,7 @@ def test_ranks_that_cannot_be_connected_are_named_with_their_addresses() -> None
 def test_ranks_of_different_versions_are_named() -> None:
     store = dist.HashStore()
     arrive(store, 1)
-    other = replace(RankProcess.current(), version="gradwire 0.0.7 (protocol 0, records 1)")
+    other = replace(MemberProcess.current(), version="gradwire 0.0.7 (protocol 0, records 1)")
     store.set("gloo/process/2", json.dumps(asdict(other)))
     with pytest.raises(GroupError, match=r"ranks \[0, 1\]: gradwire .*; ranks \[2\]: gradwire 0.0.7"):
         C10dGroup.gloo(store, 0, 3, timeout=60)

@@ -30,8 +30,7 @@ from gradwire.groups.c10d.capabilities import find_engine
 from gradwire.groups.c10d.engine import GLOO, NCCL
 from gradwire.groups.c10d.failures import translate
 from gradwire.groups.c10d.p2p_threads import LIMIT
-from gradwire.groups.failure.membership import Membership
-from gradwire.groups.failure.missing_rank import find_culprit
+from gradwire.groups.failure.membership import Membership, find_culprit
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
 from gradwire.runtime.host import host_identity, process_start

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gradwire.errors import UsageError
-from gradwire.groups.hierarchical.layout import Column, Layout, Report, from_reports
+from gradwire.groups.hierarchical.discovery import Column, HostReport, Layout, from_reports
 
 
 def test_lanes_cover_every_rank_once() -> None:
@@ -46,15 +46,15 @@ def test_sub_groups_keep_to_their_hosts() -> None:
 # -- reports -----------------------------------------------------------------------------------------------------------------
 
 
-def _host(number: int, carries: str, *, of: int = 2, ranks: list[int] | None = None) -> list[Report]:
+def _host(number: int, carries: str, *, of: int = 2, ranks: list[int] | None = None) -> list[HostReport]:
     """A host's reports; `carries` has a letter per rank, "c" for a carrier."""
     return [
-        Report(c == "c", number if c == "c" else 0, of if c == "c" else 1, None if ranks is None else ranks[i])
+        HostReport(c == "c", number if c == "c" else 0, of if c == "c" else 1, None if ranks is None else ranks[i])
         for i, c in enumerate(carries)
     ]
 
 
-def _columns(*hosts: list[Report]) -> list[Column | None]:
+def _columns(*hosts: list[HostReport]) -> list[Column | None]:
     """What carriers of the first host have heard when all is well."""
     return [[(i, host) for host in hosts] if report.carries else None for i, report in enumerate(hosts[0])]
 
@@ -77,11 +77,14 @@ def test_no_lane_is_one_host() -> None:
         ([_host(0, "cc"), _host(1, "c.")], r"hosts have \[2, 1\] ranks with an `across`"),
         ([_host(0, "cc", ranks=[0, 1]), _host(1, "cc")], "some ranks were given their number, some not"),
         ([_host(0, "cc", ranks=[0, 1]), _host(1, "cc", ranks=[1, 2])], "each of the ranks from 0 up"),
-        ([[Report(True, 0, 2, None), Report(True, 1, 2, None)], _host(1, "cc")], "different ranks in their `across`"),
+        (
+            [[HostReport(True, 0, 2, None), HostReport(True, 1, 2, None)], _host(1, "cc")],
+            "different ranks in their `across`",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_hosts_that_do_not_fit(hosts: list[list[Report]], problem: str) -> None:
+def test_hosts_that_do_not_fit(hosts: list[list[HostReport]], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         from_reports(hosts[0], [[(0, host) for host in hosts]])
 

@@ -33,7 +33,7 @@ from gradwire.groups.mpi.native import Native
 from gradwire.groups.mpi.pending_requests import PendingRequests
 from gradwire.groups.mpi.receive_matcher import Receive, ReceiveMatcher
 from gradwire.groups.mpi.runtime import Runtime, runtime
-from gradwire.groups.store.rendezvous import RankProcess, Rendezvous
+from gradwire.groups.store.rendezvous import MemberProcess, Rendezvous
 from gradwire.testing import check_group, run_ranks
 from gradwire.testing.mpi import missing
 
@@ -102,7 +102,7 @@ def test_mpi_is_started_with_all_threads_if_nobody_has() -> None:
 
 def arrive(store: dist.Store, rank: int, world_rank: int) -> None:
     """What another rank writes into the store."""
-    store.set(f"gradwire/mpi/1/process/{rank}", json.dumps(asdict(RankProcess.current())))
+    store.set(f"gradwire/mpi/1/process/{rank}", json.dumps(asdict(MemberProcess.current())))
     store.set(f"gradwire/mpi/1/world-ranks/{rank}", str(world_rank))
 
 

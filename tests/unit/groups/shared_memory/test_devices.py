@@ -8,29 +8,29 @@ import pytest
 import torch
 
 from gradwire.groups import Group, SharedMemoryGroup
-from gradwire.groups.shared_memory import devices
+from gradwire.groups.shared_memory import segment
 from gradwire.testing import run_ranks
 
 
 @pytest.fixture(autouse=True)
 def _not_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_WARNED", [])
+    monkeypatch.setattr(segment, "_WARNED_OF_COPIES", [])
 
 
 def test_one_warning_says_what_to_do() -> None:
     with pytest.warns(RuntimeWarning, match=r"cuda:1 are copied to the host.*the 2 ranks.*GPU of its own.*NCCL"):
-        devices.warn_of_copies(torch.device("cuda:1"), 2)
+        segment.warn_of_copies(torch.device("cuda:1"), 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        devices.warn_of_copies(torch.device("cuda:1"), 2)
+        segment.warn_of_copies(torch.device("cuda:1"), 2)
 
 
 @pytest.mark.parametrize(("device", "size"), [("cpu", 2), ("meta", 2), ("cuda", 1)])
 def test_no_warning_where_nothing_is_copied(device: str, size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        devices.warn_of_copies(torch.device(device), size)
-    assert not devices._WARNED
+        segment.warn_of_copies(torch.device(device), size)
+    assert not segment._WARNED_OF_COPIES
 
 
 def test_asked_when_a_bucket_is_allocated() -> None:
@@ -38,9 +38,9 @@ def test_asked_when_a_bucket_is_allocated() -> None:
 
     def rank_main(group: Group) -> list[str]:
         assert isinstance(group, SharedMemoryGroup)
-        ordinary, warned = Group.allocate, list(devices._WARNED)
+        ordinary, warned = Group.allocate, list(segment._WARNED_OF_COPIES)
         Group.allocate = lambda self, numel, **_: torch.empty(numel)  # type: ignore[method-assign, assignment, misc]
-        devices._WARNED.clear()
+        segment._WARNED_OF_COPIES.clear()
         try:
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
@@ -49,7 +49,7 @@ def test_asked_when_a_bucket_is_allocated() -> None:
                 group.allocate(4, device=torch.device("cuda"))
         finally:
             Group.allocate = ordinary  # type: ignore[method-assign]
-            devices._WARNED[:] = warned
+            segment._WARNED_OF_COPIES[:] = warned
         return [str(warning.message) for warning in told]
 
     for told in run_ranks(rank_main, 2, kind="shared_memory"):

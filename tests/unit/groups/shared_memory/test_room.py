@@ -17,7 +17,7 @@ from torch import nn
 import gradwire as gw
 from gradwire.groups import SharedMemoryGroup
 from gradwire.groups.shared_memory import board, segment
-from gradwire.groups.shared_memory.board import CHUNK, SMALLEST_CHUNK, Plan
+from gradwire.groups.shared_memory.board import CHUNK, SMALLEST_CHUNK, SegmentPlan
 from gradwire.groups.shared_memory.group import ROOM, ROOM_PER_RANK
 
 MIB = 1 << 20
@@ -42,18 +42,18 @@ def dockers_tmpfs(tmp_path: Path) -> Iterator[str]:
 
 
 def test_staging_takes_half_of_what_there_is() -> None:
-    assert Plan.fitting(2, 1 << 40).chunk == CHUNK
-    assert Plan.fitting(8, 64 * MIB).chunk == CHUNK
+    assert SegmentPlan.fitting(2, 1 << 40).chunk == CHUNK
+    assert SegmentPlan.fitting(8, 64 * MIB).chunk == CHUNK
     for ranks in (16, 22, 64):
-        plan = Plan.fitting(ranks, 64 * MIB)
+        plan = SegmentPlan.fitting(ranks, 64 * MIB)
         assert SMALLEST_CHUNK <= plan.chunk < CHUNK
         assert plan.heaps <= 32 * MIB
-    assert Plan.fitting(2, 0).chunk == SMALLEST_CHUNK
-    assert Plan.fitting(1000, 0).chunk // 1000 >= 64  # a part of every rank fits into a buffer
+    assert SegmentPlan.fitting(2, 0).chunk == SMALLEST_CHUNK
+    assert SegmentPlan.fitting(1000, 0).chunk // 1000 >= 64  # a part of every rank fits into a buffer
 
 
 def test_a_model_of_300_million_parameters_fits_at_64_ranks() -> None:
-    assert Plan(64, max(ROOM, 64 * ROOM_PER_RANK)).heap_stride > 8 * 300e6 * 4
+    assert SegmentPlan(64, max(ROOM, 64 * ROOM_PER_RANK)).heap_stride > 8 * 300e6 * 4
 
 
 def test_what_does_not_fit_is_ordinary_memory_with_one_warning(

@@ -24,7 +24,7 @@ from torch.distributed import HashStore
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups import SharedMemoryGroup
 from gradwire.groups.shared_memory import segment as module
-from gradwire.groups.shared_memory.board import Plan
+from gradwire.groups.shared_memory.board import SegmentPlan
 from gradwire.groups.shared_memory.segment import PAGE, Segment, Ticket, default_directory
 
 SIZE = 1 << 20
@@ -217,7 +217,7 @@ def test_a_file_that_may_not_be_so_large(either_way: str, monkeypatch: pytest.Mo
 
 
 def test_room_that_is_not_enough(world: Any) -> None:
-    least = Plan(2, 0).heaps + 2 * (1 << 20)
+    least = SegmentPlan(2, 0).heaps + 2 * (1 << 20)
     with pytest.raises(UsageError, match=f"room={least - 1} is not enough for 2 ranks.*at least {least} bytes"):
         SharedMemoryGroup(HashStore(), 0, 2, room=least - 1)
     for wrong in ("2G", 1e10, 1 << 70):
