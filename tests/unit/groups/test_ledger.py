@@ -10,6 +10,7 @@ import torch
 from gradwire.collectives import build
 from gradwire.errors import CollectiveTimeout, GroupAborted, HookError
 from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted
+from gradwire.groups import ledger as module
 from gradwire.groups.ledger import Arrivals, Ledger
 from gradwire.groups.work import Work
 
@@ -69,7 +70,7 @@ def test_events_tell_the_facts_in_order(ledger: Ledger) -> None:
 
 
 def test_nothing_is_built_when_nobody_listens(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ledger, "_facts", lambda self, work: pytest.fail("facts were gathered for nobody"))
+    monkeypatch.setattr(module, "CollectiveSubmitted", lambda *_: pytest.fail("an event was built for nobody"))
     monkeypatch.setattr(Work, "info", property(lambda self: pytest.fail("info was built for nobody")))
     work = enter(ledger)
     ledger.started(work, 1.0)
