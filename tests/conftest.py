@@ -135,7 +135,7 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch, warm_python: WarmPython) -> None
         def _start(self, count: int, store: str) -> Iterator[WorkerHandle]:
             for spawn in map(self._spawn, range(count)):
                 host = getattr(spawn.command, "__self__", None)
-                program = f"import sys; sys.path.append({str(world._ROOT)!r}); {spawn.program}"
+                program = f"import sys; sys.path.append({str(world._ROOT)!r}); import benchmarks.world; {spawn.program}"
                 program = on_host(host, program) if isinstance(host, Host) else program
                 yield ForkedWorker(warm_python.server, store, replace(spawn, program=program))
 
