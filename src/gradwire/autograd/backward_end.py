@@ -23,7 +23,7 @@ from gradwire.runtime.threads import weakly
 def at_backward_end(ended: Callable[[], object], *, failed: Callable[[], object] | None = None) -> None:
     """Call `ended` when the current graph task has ended, or `failed` when it has raised.
 
-    The objects of bound methods are held weakly. What `ended` raises comes out of `backward()`; `failed` must not raise.
+    The objects of bound methods are held weakly. What `ended` raises, `backward()` raises; `failed` must not raise.
     """
     torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(ended, failed))
 

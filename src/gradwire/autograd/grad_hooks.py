@@ -13,6 +13,10 @@ step of the reducer's costs, so the reducer selects the few gradients that fille
 
 Hooks hold the object of `on_arrival` weakly: parameters own their hooks, and a hook that owned the reducer, which owns the
 parameters, would keep a dropped model alive until the garbage collector runs.
+
+Note [Tables of a node]
+torch shows the hooks of a tensor, and hides those of a node. But all of a node's hooks of one kind are in one table, to which the
+handle of a new one leads; so one is registered and removed again, once for each accumulator.
 """
 
 from __future__ import annotations
@@ -25,13 +29,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from gradwire.autograd.compiled.foreign_hooks import ACCUMULATED
 from gradwire.autograd.graph import tensors_in
 from gradwire.runtime.dynamo import untraced_call
 from gradwire.runtime.threads import weakly
 
 _dtype = attrgetter("dtype")
+_OWN_HOOK = "gradwire_accumulated"
+_TABLES = "gradwire hook tables"
 
 
 class GradHooks:
@@ -121,7 +127,7 @@ def _make_hook(
         if selected[index] and (owner := weak()) is not None:
             on_arrival(owner)
 
-    hook.__name__ = ACCUMULATED
+    hook.__name__ = _OWN_HOOK
     return hook
 
 
@@ -151,3 +157,36 @@ def on_backward(output: Any, begun: Callable[[], object]) -> bool:
 
     hooked = [t.register_hook(reached) for t in outputs if t.grad_fn is not None]
     return 0 < len(hooked) == len(outputs)
+
+
+def has_foreign_hooks(parameter: Tensor, accumulator: Any) -> bool:
+    """Whether anyone but gradwire has a hook on `parameter` or its `accumulator`.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> accumulator = torch.autograd.graph.get_gradient_edge(w).node
+    >>> has_foreign_hooks(w, accumulator)
+    False
+    >>> handle = accumulator.register_prehook(lambda grads: (grads[0] * 2,))
+    >>> has_foreign_hooks(w, accumulator)
+    True
+    """
+    tables = parameter._backward_hooks, parameter._post_accumulate_grad_hooks, *_tables(accumulator)
+    return any(getattr(hook, "__name__", "") != _OWN_HOOK for table in tables if table for hook in table.values())
+
+
+def _tables(node: Any) -> tuple[dict[int, Any] | None, ...]:
+    found: tuple[dict[int, Any] | None, ...] | None = node.metadata.get(_TABLES)
+    if found is None:
+        found = node.metadata[_TABLES] = (_table(node.register_prehook), _table(node.register_hook))
+    return found
+
+
+def _table(register: Callable[[Callable[..., None]], RemovableHandle]) -> dict[int, Any] | None:
+    handle = register(_no_hook)
+    table: dict[int, Any] | None = handle.hooks_dict_ref()
+    handle.remove()
+    return table
+
+
+def _no_hook(*_: Any) -> None:
+    pass

@@ -54,7 +54,7 @@ def reachable_parameters(outputs: Any, params: Sequence[torch.Tensor]) -> frozen
 def sole_edges(outputs: Any, params: Sequence[torch.Tensor]) -> dict[int, Any]:
     """The indices of those `params` to which exactly one edge of the graph behind `outputs` leads, and their accumulators.
 
-    The gradient that comes along that edge is the whole one.
+    The gradient on that edge is complete.
 
     >>> once, twice = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     >>> sorted(sole_edges((once * twice + twice).sum(), [once, twice]))
@@ -80,7 +80,7 @@ def mark_outputs(outputs: Any, owner: object) -> None:
 
 
 def reaches_mark(outputs: Any, owner: object) -> bool:
-    """Whether a backward from `outputs` comes to what `mark_outputs` has marked for `owner`.
+    """Whether a backward from `outputs` reaches what `mark_outputs` has marked for `owner`.
 
     >>> class Owner:
     ...     pass

@@ -44,8 +44,7 @@ from gradwire.policies import (
 )
 from gradwire.recorder.format import RecordKind
 from gradwire.reducer import BucketLayout, Reducer, ReducerOptions
-from gradwire.reducer.buckets.assign import by_size
-from gradwire.reducer.buckets.layout import ParameterSpec
+from gradwire.reducer.buckets.layout import ParameterSpec, by_size
 from gradwire.reducer.buckets.parameter_agreement import compare_parameters
 from gradwire.reducer.checks.nonfinite import NonFiniteChecked, NonFiniteWatch, Overwritten
 from gradwire.reducer.hook.runner import HookRunner

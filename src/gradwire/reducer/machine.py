@@ -43,7 +43,7 @@ class Launch:
 class Machine:
     """Counts gradients down to launches.
 
-    `uses[i]` is how often parameter i becomes ready in one backward: once, unless a static graph says otherwise; a
+    `uses[i]` is how often parameter i becomes ready in one backward: once, unless a static graph uses it more often; a
     parameter with 0 uses is ready from the start.
     """
 
@@ -166,7 +166,7 @@ class Machine:
         self.state = State.RESTING
 
     def abandon(self, why: str) -> None:
-        """The step failed; the next one starts afresh."""
+        """The step failed; the next one begins from the start."""
         self.story.append(f"abandoned: {why}")
         self.state = State.RESTING
 
@@ -218,7 +218,7 @@ class Machine:
             f"{self._named(indices)} have changed after their buckets had been launched. Either they were accumulated twice: "
             "by two backwards (add up the losses, or use no_sync() for all but the last), or by several `checkpoint` "
             "functions with use_reentrant=True around the same part of the model (use_reentrant=False, or static_graph=True, "
-            "supports that); or a hook wrote to them (use `Tensor.register_hook` on the parameter itself, which comes in time)."
+            "supports that); or a hook wrote to them (use `Tensor.register_hook` on the parameter itself, which runs before them)."
         )
 
     def unfinished(self) -> GradwireError:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gradwire.errors import UsageError
 from gradwire.reducer import ParameterSpec
-from gradwire.reducer.buckets.assign import by_size
+from gradwire.reducer.buckets.layout import by_size
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 limits = st.lists(st.integers(1, 400), min_size=1, max_size=4)

@@ -120,8 +120,8 @@ def no_result(grad: Tensor, turn: Turn) -> Any:
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        (second_one, "says collectives = 1 but yielded a second one, all_reduce"),
-        (none_at_all, "says collectives = 1 but yielded none"),
+        (second_one, "declares collectives = 1 but yielded a second one, all_reduce"),
+        (none_at_all, "declares collectives = 1 but yielded none"),
         (no_result, r"on bucket 0 \(parameters p0\), rank 0, step 0: reduce\(\) returned NoneType"),
     ],
 )
@@ -140,7 +140,7 @@ class Silent(Scripted):
 def test_a_hook_of_no_collective_is_done_at_once(alone: Driver) -> None:
     assert launch(alone, Silent(none_at_all), 2.0).wait().tolist() == [2.0, 2.0, 2.0]
     assert alone._lane.idle
-    with pytest.raises(HookError, match="says collectives = 0 but yielded all_reduce"):
+    with pytest.raises(HookError, match="declares collectives = 0 but yielded all_reduce"):
         launch(alone, Silent(second_one), 1.0)
 
 

@@ -1,6 +1,6 @@
 """Puts `gradwire::ready` behind each gradient in the backward graphs that inductor compiles.
 
-Imported only once inductor is there. It knows inductor's graphs and settings, and nothing of parameters or who listens.
+Imported only once inductor is there. It knows inductor's graphs and settings, and nothing of parameters or callbacks.
 
 Note [A pass of inductor's]
 Inductor runs the passes in its setting `post_grad_custom_post_pass` on every graph, and makes their `uuid` part of the keys of its

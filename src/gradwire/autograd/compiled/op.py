@@ -51,7 +51,7 @@ _TARGETS = "_gradwire_targets"
 
 
 class _Listener:
-    """Who is told of the gradients of one parameter."""
+    """The callback for the gradients of one parameter."""
 
     __slots__ = ("early", "index", "parameter")
 
@@ -96,7 +96,7 @@ def _listener(accumulator: Any) -> _Listener | None:
 
 
 def _targets(node: Any, inputs: int) -> dict[int, _Listener]:
-    """Who listens for the gradients of a compiled graph, by the position of the input. Kept on its node, which has one forward."""
+    """The callbacks for the gradients of a compiled graph, by the position of the input. Kept on its node."""
     found: dict[int, _Listener] | None = getattr(node, _TARGETS, None)
     if found is None:
         needed = getattr(node, "needs_input_grad", ())

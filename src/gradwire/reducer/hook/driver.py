@@ -189,7 +189,7 @@ class _Done:
         return self._value
 
     def _refuse(self, op: Collective) -> Work:
-        raise HookError(f"communication hook {self._hook} says collectives = 0 but yielded {op}.", hook=self._hook)
+        raise HookError(f"communication hook {self._hook} declares collectives = 0 but yielded {op}.", hook=self._hook)
 
 
 class _Single:
@@ -200,7 +200,7 @@ class _Single:
         self._hook = hook
         op = next(reduction, None)
         if op is None:
-            raise HookError(f"communication hook {hook} says collectives = 1 but yielded none.", hook=hook)
+            raise HookError(f"communication hook {hook} declares collectives = 1 but yielded none.", hook=hook)
         self._work = _on(group, group.submit)(op)
 
     def wait(self) -> Tensor:
@@ -209,7 +209,7 @@ class _Single:
 
     def _refuse(self, op: Collective) -> Awaitable:
         raise HookError(
-            f"communication hook {self._hook} says collectives = 1 but yielded a second one, {op}.", hook=self._hook
+            f"communication hook {self._hook} declares collectives = 1 but yielded a second one, {op}.", hook=self._hook
         )
 
 

@@ -1,4 +1,4 @@
-"""What all ranks do together about their hooks between steps: agree on what they say, and load states."""
+"""Cross-rank checks of hooks between steps: equal settings; load state dicts together."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gradwire.reducer.hook.hook_states import HookStates, from_dict
 T = TypeVar("T")
 
 
-def odd_ones_out(group: Group, said: str, *, device: torch.device, label: str) -> list[int]:
-    """The ranks that say something else than this one; every rank asks. What is compared is a digest."""
-    digest = hashlib.sha256(said.encode()).digest()
+def odd_ones_out(group: Group, text: str, *, device: torch.device, label: str) -> list[int]:
+    """The ranks whose `text` differs from this rank's. Every rank calls it; digests are compared."""
+    digest = hashlib.sha256(text.encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     gathered = torch.empty(group.size * 32, dtype=torch.uint8, device=device)
     group.submit(all_gather_into_tensor(gathered, mine, label=label)).wait()
@@ -37,11 +37,11 @@ def load_together(
     try:
         states = from_dict(saved, hook, rank=group.rank)
         at = f"{hook!r} at step {states.steps}"
-        said = f"{at}, an order of {sorted(saved.get('order', ()))}"
+        text = f"{at}, an order of {sorted(saved.get('order', ()))}"
         built.append(build(states))
     except Exception as error:  # whatever it is, the others must not wait for a rank that has gone
-        refused, said = _refusal(error, hook, group), "refused"
-    odd = odd_ones_out(group, said, device=device, label="load_hook_state_dict")
+        refused, text = _refusal(error, hook, group), "refused"
+    odd = odd_ones_out(group, text, device=device, label="load_hook_state_dict")
     if refused is not None:
         raise refused
     if odd:

@@ -37,7 +37,7 @@ class _Piece:
     parameters: list[Tensor]
     state: Any = None
     rounds: int = 0
-    came: Pending | None = None
+    result: Pending | None = None
     lands: int = 0
 
     def flat(self) -> Tensor:
@@ -81,14 +81,14 @@ class OuterOptimizer:
             for fragment, spec, parameters in cut(list(named_parameters), hook.fragments)
         ]
         self._fresh = saved is None
-        told: Mapping[str, Any] = (saved or {}).get("outer", {})
+        outer: Mapping[str, Any] = (saved or {}).get("outer", {})
         for piece in self._pieces:
             piece.state = self._states.of(piece.spec)
-            piece.rounds = int(told.get("rounds", {}).get(piece.fragment, 0))
-            if piece.fragment in told.get("lands", {}):
-                piece.lands = int(told["lands"][piece.fragment])
-                came = told["came"]
-                piece.came = Finished(join_flat(came, piece.spec, dtype=came[piece.spec.names[0]].dtype))
+            piece.rounds = int(outer.get("rounds", {}).get(piece.fragment, 0))
+            if piece.fragment in outer.get("lands", {}):
+                piece.lands = int(outer["lands"][piece.fragment])
+                came = outer["came"]
+                piece.result = Finished(join_flat(came, piece.spec, dtype=came[piece.spec.names[0]].dtype))
         self._begin()
 
     def _begin(self) -> None:
@@ -122,7 +122,7 @@ class OuterOptimizer:
         self._fresh = False
         self.step += 1
         for piece in self._pieces:
-            if piece.came is not None and piece.lands <= self.step:
+            if piece.result is not None and piece.lands <= self.step:
                 self._settle(piece)
         due = self.hook.due(self.step)
         for piece in self._pieces:
@@ -140,16 +140,16 @@ class OuterOptimizer:
         reduction = outer_reduction(self.group, self.hook, piece.flat(), piece.state, self._turn(piece))
         if self.hook.delay and self.hook.outer_collectives == 1:
             # On its way while the next steps are computed, and submitted here, in the order of all that this thread submits.
-            piece.came = start_single(reduction, self.group, self.hook)
+            piece.result = start_single(reduction, self.group, self.hook)
         else:
-            piece.came = Finished(run(reduction, self.group))
+            piece.result = Finished(run(reduction, self.group))
         piece.lands = self.step + self.hook.delay
         if not self.hook.delay:
             self._settle(piece)
 
     def _settle(self, piece: _Piece) -> None:
-        assert piece.came is not None
-        came, piece.came = piece.came.wait(), None
+        assert piece.result is not None
+        came, piece.result = piece.result.wait(), None
         piece.put(self.hook.settle(piece.flat(), came, piece.state, self._turn(piece)))
         piece.rounds += 1
 
@@ -173,13 +173,14 @@ class OuterOptimizer:
         came: dict[str, Tensor] = {}
         lands: dict[int, int] = {}
         for piece in self._pieces:
-            if piece.came is not None:
-                piece.came = Finished(piece.came.wait())
-                came.update(split_flat(piece.came.wait(), piece.spec))
+            if piece.result is not None:
+                piece.result = Finished(piece.result.wait())
+                came.update(split_flat(piece.result.wait(), piece.spec))
                 lands[piece.fragment] = piece.lands
         rounds = {piece.fragment: piece.rounds for piece in self._pieces}
-        told = {"rounds": rounds, "lands": lands, "came": came}
-        return to_dict(self._states, rank=self.group.rank, step=self.step, outer=told)
+        return to_dict(
+            self._states, rank=self.group.rank, step=self.step, outer={"rounds": rounds, "lands": lands, "came": came}
+        )
 
 
 def cut(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gradwire.autograd.backward_errors import before_backward
-from gradwire.autograd.compiled.foreign_hooks import has_foreign_hooks
+from gradwire.autograd.grad_hooks import has_foreign_hooks
 from gradwire.autograd.graph import sole_edges
 from gradwire.events import Handle
 

@@ -8,8 +8,7 @@ import torch
 
 from gradwire.collectives import broadcast
 from gradwire.groups.base import Group
-from gradwire.reducer.buckets.assign import by_size
-from gradwire.reducer.buckets.layout import BucketLayout, ParameterSpec
+from gradwire.reducer.buckets.layout import BucketLayout, ParameterSpec, by_size
 
 
 class BucketOrder:
