@@ -26,11 +26,11 @@ from benchmarks.barrier import Barrier
 from benchmarks.mpi import OpenMPI
 from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
 from gradwire.lab import Host
+from gradwire.testing import mpi
 from gradwire.testing.mpi import MPIPool
 from gradwire.testing.pool import JobContext, RankPool, RankResult, RemoteTraceback, root_failure
 from gradwire.testing.pool.process import FRESH, WORKER_SETTINGS, Spawn
 
-_UNDER_MPIRUN = "from gradwire.testing.mpi.rank_main import work"
 _ROOT = Path(__file__).resolve().parent.parent
 _LAST_LINES = 60
 _HOSTED_PORT = 29_500
@@ -91,7 +91,7 @@ def _pool(on: OpenMPI | Sequence[Host], output: int) -> RankPool:
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = WORKER_SETTINGS | {"PYTHONPATH": os.pathsep.join(paths)}  # ranks import benchmarks, too
     if isinstance(on, OpenMPI):
-        return MPIPool(Spawn(_UNDER_MPIRUN, output, settings))
+        return MPIPool(Spawn(mpi.FRESH, output, settings))
 
     def spawn(rank: int) -> Spawn:
         if not on:

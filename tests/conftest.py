@@ -22,7 +22,7 @@ from gradwire.lab import Host
 from gradwire.testing import LeftBehind, Leftovers, RankPool, default_pool, ranks
 from gradwire.testing.leftovers import prime
 from gradwire.testing.mpi import default_worlds
-from gradwire.testing.pool.process import ForkedWorker, WorkerHandle
+from gradwire.testing.pool.process import LocalWorker, WorkerHandle
 from helpers import torch_world as worlds
 from helpers.warm_python import WarmPython, on_host
 
@@ -137,7 +137,7 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch, warm_python: WarmPython) -> None
                 host = getattr(spawn.command, "__self__", None)
                 program = f"import sys; sys.path.append({str(world._ROOT)!r}); import benchmarks.world; {spawn.program}"
                 program = on_host(host, program) if isinstance(host, Host) else program
-                yield ForkedWorker(warm_python.server, store, replace(spawn, program=program))
+                yield LocalWorker(store, replace(spawn, program=program), warm_python.server)
 
     monkeypatch.setattr(world, "RankPool", ForkedPool)
 

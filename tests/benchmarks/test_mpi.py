@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import mpi
-from gradwire.testing.mpi import mpirun
+from gradwire.testing import mpi as mpirun
 
 
 def test_ranks_may_outnumber_cores_and_are_not_bound():

@@ -390,7 +390,7 @@ def test_the_error_shows_a_few_of_many_and_holds_all() -> None:
 
 
 def test_names_are_unique_and_every_check_tells_what_it_checks() -> None:
-    from gradwire.testing.conformance.table import CHECKS
+    from gradwire.testing.conformance.suite import CHECKS
 
     assert len(set(check_names())) == len(CHECKS) > 50
     assert all(check.run.__doc__ for check in CHECKS)

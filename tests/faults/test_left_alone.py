@@ -11,7 +11,7 @@ from gradwire.collectives import build
 from gradwire.errors import PeerLost
 from gradwire.groups import Group
 from gradwire.testing import run_ranks
-from gradwire.testing.conformance.second_group import meet, part, side_group
+from gradwire.testing.conformance.compare import meet, part, side_group
 from gradwire.testing.mpi import missing
 
 DEADLINE = 120.0

@@ -32,11 +32,9 @@ from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.rings.run_outcome import RunOutcome, load, save
 from gradwire.testing import run_ranks
-from gradwire.testing.mpi import missing
-from gradwire.testing.mpi.mpirun import MPILaunch, MPIPool
+from gradwire.testing.mpi import MPILaunch, MPIPool, accept, connect, listen, missing
 from gradwire.testing.pool import GroupJob
 from gradwire.testing.pool.process import Spawn
-from gradwire.testing.private_socket import PrivateListener, connect
 from helpers.warm_python import GRADWIRE_RUN, WarmPython
 
 NOBODY = 65534
@@ -176,7 +174,7 @@ def loopback_only(*pids: int) -> bool:
 def test_a_private_socket_accepts_its_own_user_only(tmp_path: Path) -> None:
     """Even if the directory was opened to others."""
     tmp_path.chmod(0o700)
-    with PrivateListener(tmp_path, backlog=2) as listener:
+    with listen(str(tmp_path), backlog=2) as listener:
 
         def knock() -> str:
             client = socket.socket(socket.AF_UNIX)
@@ -198,29 +196,23 @@ def test_a_private_socket_accepts_its_own_user_only(tmp_path: Path) -> None:
             os.setuid(NOBODY)
             os.write(write, knock().encode())
             os._exit(0)
-        assert listener.accept() is None
+        assert accept(listener) is None
         os.waitpid(pid, 0)
         assert os.read(read, 99) in (b"connected, then got b''", b"ConnectionResetError", b"BrokenPipeError")
         os.close(read), os.close(write)
-        with connect(tmp_path, timeout=5) as client:
-            accepted = listener.accept()
+        with connect(str(tmp_path)) as client:
+            accepted = accept(listener)
             assert accepted is not None
             with accepted[0] as connection:
                 client.sendall(b"x")
                 assert (connection.recv(1), accepted[1]) == (b"x", os.getpid())
 
 
-def test_no_listener_where_others_can_enter(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    with pytest.raises(GroupError, match="other users can enter it .mode 755"):
-        PrivateListener(tmp_path, backlog=1)
-
-
 def test_a_long_directory_is_no_obstacle(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 120)
     folder.mkdir(mode=0o700)
-    with PrivateListener(folder, backlog=1) as listener, connect(folder, timeout=5):
-        accepted = listener.accept()
+    with listen(str(folder), backlog=1) as listener, connect(str(folder)):
+        accepted = accept(listener)
         assert accepted is not None
         accepted[0].close()
 

@@ -22,7 +22,7 @@ from typing import IO
 
 from gradwire.lab import Host
 from gradwire.runtime.fork_server import ForkedProcess
-from gradwire.testing.mpi import mpirun
+from gradwire.testing import mpi as mpirun
 from gradwire.testing.pool.process import default_server
 from gradwire.testing.pool.protocol import MESSAGE_LIMIT
 from helpers import fork_client
@@ -44,7 +44,7 @@ from gradwire.testing.pool import pool
 pool.default_server = lambda: None
 popen = subprocess.Popen
 subprocess.Popen = lambda args, **how: (Forked if args[0] == sys.executable else popen)(args, **how)
-from gradwire.testing.mpi import mpirun
+from gradwire.testing import mpi as mpirun
 mpirun.command = lambda mpirun, ranks, plain=mpirun.command: [*plain(mpirun, ranks), *{client}]
 """.replace("{client}", repr(FORK_CLIENT))
 """Workers that a pool of the process starts are forks of it, and ranks under mpirun of the server. That Linux kills the first with

@@ -1,10 +1,9 @@
 """`init`: find this process's world, meet its other ranks, and return the group. `leave`: close it.
 
 Note [How a rank leaves]
-A program that exits leaves its world, with or without calling `leave`, so `leave` is called at interpreter exit. After a normal
-exit the group is closed gracefully, so that operations in flight may finish. After an uncaught exception it is aborted, which
-reports the reason to the peers, since operations in flight would wait for ones that are never submitted. If rank 0 hosts the store
-it stays a little longer, until the others are done with it.
+`leave` is called at interpreter exit. After a normal exit the group is closed gracefully, so that operations in flight may finish.
+After an uncaught exception it is aborted, which reports the reason to the peers. If rank 0 hosts the store it stays until the
+others are done with it, for a few seconds at most.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from gradwire.groups.failure.store_calls import bounded
 from gradwire.groups.kinds import AUTO, check_built, default_kind, find_kind, registered_kinds
 from gradwire.groups.store.private_store import release
 from gradwire.interop.default_group import WORLD
-from gradwire.launch.environment import read_checks
-from gradwire.launch.memory import SharedMemory
+from gradwire.launch.environment import SharedMemory, read_checks
 from gradwire.launch.run_script import start_recorder
 from gradwire.launch.store import arrive, open_store, say_goodbye
 from gradwire.launch.world import World, find_world

@@ -1,9 +1,11 @@
-"""The environment of a rank that `gradwire run` starts. Pure."""
+"""Variables that gradwire sets for the ranks of `gradwire run`, and those that it reads. Pure."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gradwire.errors import UsageError
 from gradwire.launch.world import Address
@@ -13,6 +15,9 @@ RUN_DIRECTORY = "GRADWIRE_RUN_DIR"
 """The variable that names the directory in which ranks are recorded."""
 NONFINITE, CHECK_DIVERGENCE = "GRADWIRE_NONFINITE", "GRADWIRE_CHECK_DIVERGENCE"
 """The variables that choose checks for models whose code chooses none."""
+SHM_DIRECTORY, SHM_ROOM = "GRADWIRE_SHM_DIRECTORY", "GRADWIRE_SHM_ROOM"
+"""The variables for the location and the maximum size of shared memory."""
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _OTHERS = (
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_MAX_RESTARTS",
@@ -55,11 +60,9 @@ class LocalWorld:
 def rank_environment(base: Mapping[str, str], extra: Mapping[str, str], rank: int, world: LocalWorld) -> dict[str, str]:
     """The variables of one rank: `base` is the launcher's own environment, `extra` what the user added for the ranks.
 
-    In addition to gradwire's variables, among them the name of the private store, a rank gets torch's, so that a script which
-    calls `dist.init_process_group("gloo")` runs too; they declare that the store is already hosted. Output is not buffered, so that
-    it appears when it is written and is not lost if a rank is killed; a crash in C++ prints a Python traceback; ranks share the
-    cores, whereas torch would use all of them in each; and gloo listens only on the loopback interface, since all ranks are on
-    this host. Variables that the user has set are not changed.
+    In addition to gradwire's variables a rank gets torch's, so that a script which calls `dist.init_process_group("gloo")` runs
+    too; they declare that the store is already hosted. Output is not buffered, a crash in C++ prints a Python traceback, ranks
+    share the cores, and gloo listens only on the loopback interface. Variables that the user has set are not changed.
     """
     ours = {
         "GRADWIRE_RANK": str(rank),
@@ -82,3 +85,35 @@ def rank_environment(base: Mapping[str, str], extra: Mapping[str, str], rank: in
     }
     inherited = {name: value for name, value in base.items() if name not in _OTHERS}
     return {**defaults, **inherited, **ours, **extra}
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Options of the groups that share memory; None leaves the choice to the group."""
+
+    directory: str | None = None
+    room: int | None = None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str], *, directory: str | None = None, room: int | None = None) -> SharedMemory:
+        """What the caller gave, or else the environment.
+
+        >>> SharedMemory.read({"GRADWIRE_SHM_ROOM": "2G"}, directory="/mnt/shm")
+        SharedMemory(directory='/mnt/shm', room=2147483648)
+        """
+        text = environ.get(SHM_ROOM, "")
+        return cls(directory or environ.get(SHM_DIRECTORY) or None, _bytes(text) if room is None and text else room)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As keyword arguments of SharedMemoryGroup."""
+        return {"directory": self.directory, "room": self.room}
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(iB|B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise UsageError(
+            f"{SHM_ROOM} is {text!r}, not a number of bytes. Write a number, or a number with K, M, G or T."
+        )
+    return int(match[1]) * _UNITS[match[2].upper()]

@@ -1,10 +1,9 @@
 """The outcome of a run: which rank failed first, and one line about all ranks. Pure.
 
 Note [Who is named]
-Some errors are raised by ranks that did nothing wrong: a timeout by all but the missing rank, a PeerLost by those that wait for
-a rank that has exited, a disagreement or a NaN of one rank by all. The error of a rank (`runtime/rank_error.py`) contains the ranks
-it is about. If one of them has failed too, its failure is the one to show; the last line of a run states what happened to them, and
-does not blame the rank that raised the error.
+Some errors are raised by ranks that did nothing wrong, such as a timeout by all but the missing rank. A RankError contains the
+ranks it is about. If one of them has failed too, its failure is shown; the last line of a run is about them, and does not blame
+the rank that raised the error.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gradwire.runtime.rank_error import RankError, name_ranks
-from gradwire.runtime.root_cause import root_cause
+from gradwire.runtime.rank_error import RankError, name_ranks, root_cause
 
 _OURS = (-signal.SIGTERM, -signal.SIGKILL)
 
@@ -87,7 +85,7 @@ def _name(number: int) -> str:
 
 
 def first_failure(endings: Iterable[Ending]) -> Ending | None:
-    """The failure that caused the others: see `root_cause.py`, and Note [Who is named]."""
+    """The failure that caused the others: see `rank_error.py`, and Note [Who is named]."""
     failures = {ending.rank: ending for ending in sorted(endings, key=lambda e: e.rank) if ending.failed}
     first = root_cause(failures.values(), when=lambda e: e.failed_after, consequence=lambda e: e.consequence)
     found, seen = first, set[int]()

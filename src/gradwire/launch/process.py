@@ -1,18 +1,16 @@
 """One rank as the launcher sees it: a process that leads its own process group, two pipes, and an exit status.
 
 Note [No orphans]
-A rank leads a process group, and signals go to the group: what a rank has started (data loader workers) ends with it, unless it
-has created a session or a process group for itself. A launcher that is killed cannot send anything, so there are two safeguards:
+Signals go to the rank's process group, so what a rank has started (data loader workers) ends with it. For a launcher that is killed
+there are two safeguards:
 
-- Linux: PR_SET_PDEATHSIG kills a rank with its launcher. The rank itself requests it, in a few lines of Python that then exec the
-  program (execv keeps it): running code between fork and exec in a launcher that has C++ threads is not safe. The signal is sent
-  when the *thread* that started the rank ends, so it is requested only if that is the main thread.
-- A guardian: a shell in the rank's process group, with all signals blocked, that reads from a pipe whose other end only the
-  launcher holds. When the pipe closes it kills the whole group, itself included. As a member it also keeps the group's id from
-  being reused. If the group was stopped, Linux continues it when its launcher dies, since it is an orphaned group then.
+- PR_SET_PDEATHSIG kills a rank with its launcher. The rank requests it, in a few lines of Python that then exec the program: code
+  between fork and exec is not safe in a launcher with C++ threads. The signal is sent when the *thread* that started the rank
+  ends, so it is requested only if that is the main thread.
+- A guardian: a shell in the group, with all signals blocked, that reads from a pipe whose other end only the launcher holds. When
+  the pipe closes it kills the whole group. As a member it also keeps the group's id from being reused.
 
-A rank that has ended is not reaped until its group has been killed: until then its pid cannot be reused, and no signal can hit
-another process.
+A rank that has ended is reaped only after its group has been killed, so that its pid is not reused before.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ BECOME = (
     "os.getppid()==int(sys.argv[1]) or os._exit(1);"  # the launcher died before the request
     "os.execv(sys.argv[2],sys.argv[2:])"
 )
-
-
 _GUARD = ["/bin/sh", "-c", "read -r line; kill -KILL 0"]
 
 

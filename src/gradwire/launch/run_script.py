@@ -1,10 +1,9 @@
 """Runs a script as `python` does, on a rank of `gradwire run`; an exception that ends it is also saved as data for the launcher.
 
 Note [As python does]
-The script is `__main__`, with the arguments, the path and the globals that it would have as `python script.py` or
-`python -m module`, and it stays `__main__` until the interpreter has exited. Python itself handles what the script raises: it calls
-`sys.excepthook`, whatever the script has made of it, runs exit handlers and sets the exit status. Only our own frames are removed
-from the traceback.
+The script is `__main__`, with the arguments, path and globals of `python script.py` or `python -m module`, until the interpreter
+has exited. Python itself handles what the script raises: `sys.excepthook`, exit handlers, exit status. Only our own frames are
+removed from the traceback.
 """
 
 from __future__ import annotations

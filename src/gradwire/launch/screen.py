@@ -3,9 +3,8 @@
 Bytes stay bytes, so invalid UTF-8 is preserved.
 
 Note [Progress bars]
-A progress bar returns to the start of its line with a carriage return and overwrites it. Several ranks cannot do that on one
-screen. So of what is overwritten, one state every `EVERY` seconds is shown, as a line; the last state is shown with the line feed
-that follows, or at the end. Logs get every byte.
+Several ranks cannot overwrite lines on one screen. So of a line that a carriage return overwrites, one state every `EVERY` seconds
+is shown, as a line, and the last state. Logs get every byte.
 """
 
 from __future__ import annotations

@@ -1,25 +1,28 @@
-"""How a run is shut down: which signals to send, given the ranks that ended, the signals received and the time. No I/O, no clock.
+"""How a run is shut down: which signals to send, given the ranks that ended, the signals received and the time; and its report.
+
+No I/O.
 
 Note [How a run is ended]
 After a failure the other ranks get SIGTERM and, if they have not ended after `grace` seconds, SIGKILL. After a failure that looks
 like the consequence of another one there is a pause of `NEAR` seconds first, in which the rank that caused it may print its
 traceback and exit; SIGTERM would cut its output short.
 
-A signal that the launcher receives is forwarded at once (by the handler, not here). SIGTERM and SIGHUP mean "end soon": SIGKILL
-follows after `grace`. SIGINT and SIGQUIT give ranks as much time as they need, perhaps for a checkpoint; but once one of them has
-failed, the others would wait for it forever, and get `grace` seconds. If that rank was still starting, there is nothing to save
-yet, and the others get SIGTERM `NEAR` seconds later: C code drops an interrupt that arrives in the middle of importing torch. A
-rank that exits with 0 after a signal has handled it. Other signals (SIGUSR1, ...) are only forwarded.
+A signal that the launcher receives is forwarded at once (by the handler, not here). After SIGTERM and SIGHUP, SIGKILL follows
+after `grace`. SIGINT and SIGQUIT give ranks as much time as they need, perhaps for a checkpoint; once one of them has failed, the
+others get `grace` seconds. If that rank was still starting, the others get SIGTERM `NEAR` seconds later: C code drops an interrupt
+that arrives while torch is imported. A rank that exits with 0 after a signal has handled it.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from gradwire.launch.first_failure import Ending, first_failure
-from gradwire.runtime.root_cause import NEAR
+from gradwire.launch.first_failure import Ending, first_failure, summary
+from gradwire.observe.rings.run_outcome import RankOutcome, RunOutcome
+from gradwire.runtime.rank_error import NEAR, RankError
 
 LAST_LIMIT = 10.0
 """Seconds after SIGKILL after which the launcher stops waiting: a process may be in an uninterruptible sleep forever."""
@@ -139,3 +142,58 @@ class Shutdown:
 
 def _earlier(known: float | None, new: float) -> float:
     return new if known is None else min(known, new)
+
+
+# -- the end of a run ------------------------------------------------------------------------------------------------------
+
+
+def outcome(shutdown: Shutdown, now: float) -> RunOutcome:
+    """How the run has ended, `now` seconds after its start."""
+    first, stopped_by = shutdown.first, shutdown.stopped_by
+    text = ""
+    if first is not None:
+        text = summary(first, shutdown.endings)
+    elif shutdown.exit_code:
+        text = shutdown.lost or (f"stopped by {stopped_by.name} after {now:.1f} s" if stopped_by is not None else "")
+    ranks = (
+        RankOutcome(ending.rank, ending.own_status, ending.stopped, None if ending.error is None else ending.error.name)
+        for ending in shutdown.endings
+    )
+    name = None if stopped_by is None or not shutdown.exit_code else stopped_by.name
+    return RunOutcome(text, None if first is None else first.rank, name, tuple(ranks), time.time())
+
+
+def report(
+    shutdown: Shutdown,
+    text: str,
+    *,
+    pids: Mapping[int, int],
+    tails: Mapping[int, Iterable[bytes]],
+    threads: Iterable[RankError],
+) -> Iterator[bytes]:
+    """The lines about a run that has ended, with the `text` of its outcome.
+
+    `pids` are the ranks' processes, `tails` their last lines on standard error, `threads` the errors of threads.
+    """
+    first = shutdown.first
+    if first is not None and len(pids) > 1:
+        shown = [*tails[first.rank]]
+        what = "last output"
+        if first.error is not None:
+            what = "traceback"
+            shown = first.error.traceback.encode(errors="backslashreplace").splitlines()
+        if shown:
+            yield from (b"", b"gradwire run: %s of rank %d:" % (what.encode(), first.rank), *shown, b"")
+    lines = []
+    if shutdown.exit_code:
+        lines += [
+            f"on rank {error.rank} the thread {error.thread!r} ended with {error.name}: {error.text}"
+            for error in threads
+        ]
+        lines += [text] if text else []
+        if first is not None and shutdown.lost is not None:
+            lines.append(shutdown.lost)
+    lines += [
+        f"rank {rank} (process {pids[rank]}) is still running, even after SIGKILL" for rank in sorted(shutdown.running)
+    ]
+    yield from (f"gradwire run: {line}".encode(errors="backslashreplace") for line in lines)

@@ -15,6 +15,7 @@ import socket
 import time
 from datetime import timedelta
 from ipaddress import ip_address
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
@@ -22,7 +23,6 @@ from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups.failure.store_calls import bounded, innermost
 from gradwire.groups.store.private_store import PrivateStore, move, move_if_together
 from gradwire.groups.store.rendezvous import LOOPBACK, Rendezvous, host_store
-from gradwire.launch.mpi import broadcast_text
 from gradwire.launch.world import Address, World
 from gradwire.runtime.private_file import available
 
@@ -30,6 +30,7 @@ _TOKEN = secrets.token_hex(8)
 """Identifies this process, across hosts."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
 """Seconds between two polls of a store or a port; neither can be waited on quietly and with a deadline."""
+_MPI_LENGTH = 512
 _NOT_REACHED = "Check that rank 0 has started and that its host and port can be reached from here."
 _OTHER_ADDRESS = (
     "This rank hosts it, so the address must be one of this host: set MASTER_ADDR on all ranks to the host of rank 0."
@@ -97,6 +98,39 @@ def _private_by_mpi(world: World, timeout: float) -> Store:
         private = PrivateStore.open(broadcast_text("", world, timeout=timeout))
     private.set_timeout(timedelta(seconds=timeout))
     return private
+
+
+def broadcast_text(text: str, world: World, *, timeout: float) -> str:
+    """Rank 0's `text`, on every rank. Needs mpi4py, built for the MPI whose mpirun is used."""
+    comm = _comm_world(world)
+    if (comm.rank, comm.size) != (world.rank, world.size):
+        raise UsageError(
+            f"gw.init() on {world}: in mpi4py this is rank {comm.rank} of {comm.size}. It was built for another MPI than that of "
+            "this mpirun: use that MPI's mpirun, or set MASTER_ADDR and MASTER_PORT."
+        )
+    message = bytearray(text.encode().ljust(_MPI_LENGTH))
+    request = comm.Ibcast(message, root=0)
+    deadline = time.monotonic() + timeout
+    while not request.Test():  # not Wait: it has no deadline
+        if time.monotonic() >= deadline:
+            raise CollectiveTimeout(
+                f"gw.init() on {world}: rank 0 has not sent the store's address over MPI within {timeout:.3g} s. "
+                "Check that every rank calls gw.init()."
+            )
+        time.sleep(_FIRST_PAUSE)
+    return bytes(message).decode().strip()
+
+
+def _comm_world(world: World) -> Any:
+    try:
+        from mpi4py import MPI  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise UsageError(
+            f"gw.init() on {world}: ranks started by mpirun get the store's address over MPI, but mpi4py cannot be imported: "
+            f"{error}. Install gradwire[mpi], or set MASTER_ADDR and MASTER_PORT to rank 0's host and a free port there: "
+            "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ..."
+        ) from error
+    return MPI.COMM_WORLD
 
 
 def _listen(address: Address, world: World) -> socket.socket | None:

@@ -4,15 +4,15 @@ One thread and one loop: pipes, ended processes and signals all wake the same `s
 `first_failure.py` what to report.
 
 Note [When everything has been read]
-What a rank has written is in its pipe when it ends, so after its end the pipe is read until it is empty, not until it is closed:
-a process that the rank started may hold it open forever. At the end of the run such companions get `COMPANIONS` seconds to exit
-by themselves (multiprocessing's resource tracker needs them to clean up after a rank that was killed); then they are killed, and
-what they have written is shown too.
+After a rank's end its pipe is read until it is empty, not until it is closed: a process that the rank started may hold it open. At
+the end of the run such companions get `COMPANIONS` seconds to exit (multiprocessing's resource tracker cleans up then); then they
+are killed, and what they have written is shown too.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import math
 import os
 import selectors
@@ -32,9 +32,8 @@ from gradwire.errors import UsageError
 from gradwire.launch.display import Display, Picture
 from gradwire.launch.first_failure import Ending, described
 from gradwire.launch.process import RankProcess
-from gradwire.launch.run_report import outcome, report
 from gradwire.launch.screen import RankStream, Screen
-from gradwire.launch.shutdown import Shutdown
+from gradwire.launch.shutdown import Shutdown, outcome, report
 from gradwire.launch.store_host import StoreHost
 from gradwire.observe.hangs.hang_watch import HangWatch
 from gradwire.observe.monitor import RunMonitor
@@ -104,7 +103,7 @@ class _Supervisor:
             self._selector = self._stack.enter_context(selectors.DefaultSelector())
             if threading.current_thread() is threading.main_thread():
                 woken = self._stack.enter_context(_passing_on(self._got_signal))
-                self._selector.register(woken, _READABLE, lambda: _drop(_read(woken)))
+                self._selector.register(woken, _READABLE, functools.partial(_read, woken))
             if self._run.store is not None:
                 self._selector.register(self._run.store.ended, _READABLE, self._check_store)
             self._stack.callback(self._release)
@@ -126,8 +125,9 @@ class _Supervisor:
             self._ranks.append(process)
             self._streams[rank] = self._stream(self._out, rank, log), self._stream(self._err, rank, log)
             for pipe, stream in zip((process.stdout, process.stderr), self._streams[rank]):
-                self._selector.register(pipe.fileno(), _READABLE, self._reader(pipe.fileno(), stream))
-            self._selector.register(process.ended, _READABLE, self._ender(process))
+                read = functools.partial(self._read_from, pipe.fileno(), stream)
+                self._selector.register(pipe.fileno(), _READABLE, read)
+            self._selector.register(process.ended, _READABLE, functools.partial(self._rank_ended, process))
 
     def _stream(self, screen: Screen, rank: int, log: BinaryIO | None) -> RankStream:
         return RankStream(screen, screen.prefix(rank) if self._run.prefix else b"", log=log)
@@ -183,33 +183,26 @@ class _Supervisor:
         times = [time for time in (self._shutdown.next_time, look) if time is not None and time < math.inf]
         return min(times, default=None)
 
-    def _reader(self, fd: int, stream: RankStream) -> Callable[[], None]:
-        def read() -> None:
-            data = _read(fd)
-            if data:
-                stream.feed(data, now=self._now)
-            elif data is not None:
-                self._selector.unregister(fd)
+    def _read_from(self, fd: int, stream: RankStream) -> None:
+        data = _read(fd)
+        if data:
+            stream.feed(data, now=self._now)
+        elif data is not None:
+            self._selector.unregister(fd)
 
-        return read
-
-    def _ender(self, process: RankProcess) -> Callable[[], None]:
-        def end() -> None:
-            status = process.status
-            if status is None:
-                return
-            after = self._now
-            self._check_store()  # its end may be why the rank has failed
-            self._take_signals()  # first: one of them may have killed the rank
-            self._selector.unregister(process.ended)
-            self._drain(process)
-            if (
-                status < 0 and (watch := self._watch_for_hangs) is not None
-            ):  # without a traceback that says where it was
-                self._display.warn(watch.rank_ended(process.rank))
-            self._shutdown.ended(Ending(process.rank, status, after, error=self._error(process.rank)))
-
-        return end
+    def _rank_ended(self, process: RankProcess) -> None:
+        status = process.status
+        if status is None:
+            return
+        after = self._now
+        self._check_store()  # its end may be why the rank has failed
+        self._take_signals()  # first: one of them may have killed the rank
+        self._selector.unregister(process.ended)
+        self._drain(process)
+        watch = self._watch_for_hangs
+        if status < 0 and watch is not None:  # without a traceback that shows where it was
+            self._display.warn(watch.rank_ended(process.rank))
+        self._shutdown.ended(Ending(process.rank, status, after, error=self._error(process.rank)))
 
     def _error(self, rank: int, suffix: str = MAIN) -> RankError | None:
         """The exception that a rank has saved, with its time in seconds since the start."""
@@ -314,10 +307,6 @@ def _read(fd: int) -> bytes | None:
         return os.read(fd, _CHUNK)
     except BlockingIOError:
         return None
-
-
-def _drop(data: bytes | None) -> None:
-    """Ignore the byte that woke the loop."""
 
 
 def _stdin(rank: int) -> int:

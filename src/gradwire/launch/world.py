@@ -1,17 +1,16 @@
 """`find_world`: which rank of which world a process is, from its environment alone. Pure: no socket, no torch, no clock.
 
 Note [Who started this process]
-Launchers nest, and the variables of the outer one are still set under the inner one: torchrun on every node of a SLURM job,
-mpirun inside an sbatch script (it starts its daemons with srun, whose variables the ranks then see), `gradwire run` inside any
-of them. So the order is from the one that can only be innermost to the one that can only be outermost:
+Launchers nest, and the variables of the outer one are still set under the inner one. So the order is from the one that can only be
+innermost to the one that can only be outermost:
 
 1. `gradwire run`: only it sets GRADWIRE_RANK.
-2. torch's variables. torchrun sets them; a user who sets RANK and WORLD_SIZE manually means them too, even under mpirun and SLURM.
-   WORLD_SIZE or RANK alone is often a leftover of a batch script, so another launcher takes precedence over half of this pair.
+2. torch's variables, from torchrun or from the user. WORLD_SIZE or RANK alone is often a leftover of a batch script, so another
+   launcher takes precedence over half of this pair.
 3. mpirun: Open MPI's own variables, then PMI's (MPICH, Intel MPI). `srun --mpi=pmi2` sets PMI's as well; if they have the same
    values as SLURM's, it is SLURM, which also provides the host of rank 0.
-4. SLURM, if srun started the process: it has a step. The shell of sbatch or salloc has a rank and a number of tasks too, but it
-   is alone; its step, if any, has a number reserved by SLURM.
+4. SLURM, if srun started the process: it has a step. The shell of sbatch or salloc is alone; its step, if any, has a number
+   reserved by SLURM.
 5. Otherwise a single process.
 
 If only some variables of a launcher are set, the error names the missing ones: running alone would make N worlds of one rank.
@@ -19,12 +18,12 @@ If only some variables of a launcher are set, the error names the missing ones: 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from gradwire.errors import UsageError
-from gradwire.launch.nodelist import hosts
 from gradwire.runtime.private_file import is_name
 
 Environment = Mapping[str, str]
@@ -235,7 +234,7 @@ def _slurm(read: _Reader) -> World:
         port = _port(read.number("SLURM_JOB_ID", "SLURM_JOBID"), read.number("SLURM_STEP_ID", "SLURM_STEPID"))
     # Not SLURM_LAUNCH_NODE_IPADDR: that is the node that called srun, perhaps a login node. Rank 0 is on the step's first host.
     host = read.environ.get("MASTER_ADDR") or (
-        _LOOPBACK if local_size == size else next(hosts(read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")))
+        _LOOPBACK if local_size == size else first_host(read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
     )
     return World(
         rank,
@@ -277,3 +276,40 @@ def _tasks_per_node(text: str) -> Iterator[int]:
             )
         for _ in range(int(times or 1)):
             yield int(count)
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of SLURM's compressed list: `node[01-03,07],gpu5` is node01, node02, node03, node07 and gpu5.
+
+    >>> first_host("node[01-03,07],gpu5"), first_host("r[8-10]n[0-1]-ib")
+    ('node01', 'r8n0-ib')
+    """
+    found = ""
+    place = 0
+    while place < len(nodelist) and nodelist[place] != ",":
+        part = re.compile(r"\[([^\[\]]*)\]|[^\[\],]+").match(nodelist, place)
+        if part is None:
+            raise _wrong_list(nodelist, f"a bracket at character {place + 1} is unmatched")
+        found += part[0] if part[1] is None else _first_number(nodelist, part[1])
+        place = part.end()
+    if not found:
+        raise _wrong_list(nodelist, "there is no name at character 1")
+    return found
+
+
+def _first_number(nodelist: str, inside: str) -> str:
+    """The first of the numbers in brackets, all of which are checked."""
+    for piece in inside.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
+        if match is None:
+            raise _wrong_list(nodelist, f"[{inside}] is not a list of numbers and ranges")
+        if int(match[2] or match[1]) < int(match[1]):
+            raise _wrong_list(nodelist, f"the range {piece} is descending")
+    return re.split("[-,]", inside)[0]
+
+
+def _wrong_list(text: str, what: str) -> UsageError:
+    return UsageError(
+        f"reading the list of hosts {text!r}: {what}. It should look like node[01-03,07],gpu5; under SLURM it comes from "
+        "SLURM_STEP_NODELIST, and MASTER_ADDR can be set to the host of rank 0 instead."
+    )

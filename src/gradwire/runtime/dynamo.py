@@ -1,10 +1,9 @@
 """Keeps torch.compile out of the methods that torch's C++ calls.
 
 Note [Frames that Dynamo must not see]
-Inside a compiled function Dynamo inspects every Python frame, including those called from C++: when the DDP reducer rebuilds its
-buckets, it broadcasts through our methods, and Dynamo refuses to trace them. `torch.compiler.disable` is the remedy, but to
-import it takes seconds, which every user would pay. What it does in the end is to mark the code object, and the mark can be
-set without it.
+Inside a compiled function Dynamo inspects every Python frame, including those called from C++, such as our methods when the DDP
+reducer broadcasts through them. `torch.compiler.disable` prevents that by a mark on the code object, but takes seconds to import.
+The mark can be set without it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Processes that start with torch imported: a server imports modules once, and forks a process for each request.
 
-`import torch` takes seconds of CPU time; a fork takes milliseconds. A child runs code, or a script, as `__main__`, with standard
-streams, environment, directory, signals, exit handlers and exit status of its own, which `multiprocessing`'s server does not offer.
-
-The server has one thread, waits only for requests and for the ends of its children, and exits when its owner does: it reads the end
-of a socket. A child leaves the loop and runs its code at the top level of the server's program, so that it ends as a program does.
-Without torch.
+A child runs code, or a script, as `__main__`, with standard streams, environment, directory, signals, exit handlers and exit status
+of its own, which `multiprocessing`'s server does not offer. The server has one thread and exits when its owner does. A child leaves
+the loop and runs its code at the top level of the server's program, so that it ends as a program does. Without torch.
 """
 
 from __future__ import annotations
@@ -87,8 +84,7 @@ class ForkServer:
         self.path: list[str] = []
         """Directories that the server and its children can import from, in addition to Python's own."""
         self.address = ""
-        """Where other processes of this user may ask for forks too: the path of a socket, in a directory that only this user can
-        enter."""
+        """The path of a socket where other processes of this user may ask for forks too; its directory must be private."""
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -104,9 +100,8 @@ class ForkServer:
 
         `fds` become its descriptors 0, 1 and so on. Without them it reads nothing and has this process's output.
         """
-        ours, theirs = socket.socketpair(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET
-        )  # its pid and its status are two messages
+        # Its pid and its status are two messages.
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = {"code": code, "path": path, "args": args, "env": {**os.environ, **(env or {})}, "cwd": os.getcwd()}
         with open(os.devnull) as nothing, theirs:
             ask(self.run(), request, [theirs.fileno(), *(fds or (nothing.fileno(), 1, 2))])

@@ -1,12 +1,11 @@
 """Loops over numpy arrays, compiled by numba if it is installed (the extra `gradwire[jit]`); and whether Triton is available.
 
-numpy and torch make one pass over memory per operation. A loop that adds and stores twice, or scales, rounds and packs, makes one
-pass in total. Without numba the caller takes a slower path, which must give the same bits; tests run both.
+A loop makes one pass over memory for several operations. Without numba the caller takes a slower path, which must give the same
+bits; tests run both.
 
 Note [What a compiled loop may assume]
-It is compiled at its first call for the argument types of that call, runs without the interpreter lock, on one thread (a rank has
-one core), and without fast-math: sums keep their order, NaN stays NaN. The compiled code is cached on disk next to the source, or
-in the user's cache folder, or, where neither is writable, in memory only.
+It is compiled at its first call for the types of its arguments, runs without the interpreter lock, on one thread, and without
+fast-math: sums keep their order, NaN stays NaN. The compiled code is cached on disk, or, where that is not writable, in memory.
 """
 
 from __future__ import annotations

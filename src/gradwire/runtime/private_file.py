@@ -1,12 +1,11 @@
 """Files that only this user can open: memory without a name in any directory, and whole files in a directory. Without torch.
 
 Note [A file behind a process]
-The file is a memfd, which is in no directory. Others open it as `/proc/<pid>/fd/<number>` of the process that made it, which the
-kernel allows only to processes of the same user. Each then has its own descriptor: the file lives until the last of them has
-exited, in whatever way, and `/proc/<pid>` is not used again, since the pid may be reused.
+The file is a memfd. Others open it as `/proc/<pid>/fd/<number>` of the process that made it, which the kernel allows only to
+processes of the same user. Each then has its own descriptor: the file lives until the last of them has exited.
 
-The name travels through places that another user may write to. So it consists of numbers only, and the file it leads to is checked:
-a memfd of ours, with this inode, owned by this user, closed to others. A name cannot lead to any other file of this user.
+The name travels through places that another user may write to. So it consists of numbers only, and the file is checked: a memfd of
+ours, with this inode, owned by this user, closed to others. A name cannot lead to any other file of this user.
 """
 
 from __future__ import annotations

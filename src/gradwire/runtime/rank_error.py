@@ -1,6 +1,11 @@
 """`RankError`: an uncaught exception of a rank, as data in the run directory. The rank writes it; the launcher and reports read it.
 
-Nobody parses a traceback or a sentence of ours: what an error is about travels in its attributes. Without torch.
+No code parses a traceback or a message: what an error is about is in its attributes. Without torch.
+
+Note [Which failure is shown]
+When a rank fails the others usually fail after it, because their peer is lost or the group was aborted. So the earliest failure
+is shown. But a rank that raises aborts its group before it has printed its traceback and exited, and times are inexact. So among
+failures within `NEAR` seconds of the earliest, one that does not look like a consequence goes first.
 """
 
 from __future__ import annotations
@@ -10,10 +15,11 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from gradwire.errors import (
     CollectiveMismatch,
@@ -27,6 +33,9 @@ from gradwire.errors import (
 )
 from gradwire.runtime.private_file import read_private, write_private
 
+NEAR = 1.0
+"""Seconds within which failures count as simultaneous."""
+T = TypeVar("T")
 SUFFIXES = MAIN, THREAD = ".error", ".thread-error"
 """Of the files for the exception that ended a rank, and for the first one that ended another of its threads."""
 _LONGEST = 1 << 18
@@ -160,4 +169,22 @@ def _is_starting(frames: TracebackType | None) -> bool:
     modules = sum(code.co_name == "<module>" for code in codes)
     return modules > 1 or any(
         code.co_filename.startswith("<frozen importlib") or "/gradwire/launch/" in code.co_filename for code in codes
+    )
+
+
+def root_cause(failures: Iterable[T], *, when: Callable[[T], float], consequence: Callable[[T], int]) -> T | None:
+    """The failure to show: of those near the earliest, the one with the lowest `consequence`, then the earliest. None if empty.
+
+    `consequence` is 0 for a failure of the rank itself; the higher, the more it looks like a consequence of another rank's.
+
+    >>> failures = [(3.0, "PeerLost"), (3.2, "ValueError"), (9.0, "ValueError")]
+    >>> root_cause(failures, when=lambda f: f[0], consequence=lambda f: int(f[1] == "PeerLost"))
+    (3.2, 'ValueError')
+    """
+    known = list(failures)
+    limit = min(map(when, known), default=0.0) + NEAR
+    return min(
+        (failure for failure in known if when(failure) <= limit),
+        key=lambda failure: (consequence(failure), when(failure)),
+        default=None,
     )

@@ -1,19 +1,15 @@
 """`Leftovers`: what a piece of code left running or open: threads, child processes, sockets, shared memory, descriptors.
 
-A snapshot is taken before and compared after. Only differences count, so what existed before is never reported, and the
-rules for what is *not* a leftover are few and exact:
+A snapshot is taken before and compared after; only differences count. What is *not* a leftover:
 
-- a `threading._DummyThread`: Python's name for a thread that C++ started (autograd, gloo) and that once ran Python code;
-  it belongs to its engine, whose descriptors are checked;
-- the process and the pipe of `multiprocessing`'s resource tracker, of which Python starts one per process and keeps it;
+- a `threading._DummyThread`: a thread that C++ started (autograd, gloo) and that once ran Python code;
+- the process and the pipe of `multiprocessing`'s resource tracker, which Python keeps;
 - names in /dev/shm that another user made, or that a process outside our process group holds: those of another run;
-- descriptors, if the process has started to use CUDA since the snapshot: the driver opens files, pipes and sockets permanently,
-  which cannot be distinguished from others. If it used CUDA before (it has counted the devices): /dev/nvidia* and, together with
-  these, eventfds, which the driver opens when the process gets a context;
+- descriptors, if the process has started to use CUDA since the snapshot: those of the driver cannot be distinguished from others.
+  If it used CUDA before (it has counted the devices): /dev/nvidia* and, together with these, eventfds;
 - what a `Keeper` passed to `snapshot` owns: the warm pool's workers and their sockets.
 
-What torch opens once per process and never closes is opened early by `prime()`, and so is in every snapshot, instead of
-being ignored. This module depends on Linux's /proc, and of groups only on the store they meet in.
+What torch opens once per process and never closes is opened early by `prime()`, and so is in every snapshot. Needs Linux's /proc.
 """
 
 from __future__ import annotations

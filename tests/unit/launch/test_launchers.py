@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.testing.mpi import mpirun
+from gradwire.testing import mpi as mpirun
 from helpers.fork_client import ADDRESS
 from helpers.warm_python import GRADWIRE_RUN
 

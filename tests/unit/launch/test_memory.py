@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 import gradwire as gw
 from gradwire.errors import UsageError
 from gradwire.groups.kinds import find_kind
-from gradwire.launch.memory import SharedMemory
+from gradwire.launch.environment import SharedMemory
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 from gradwire.errors import PeerLost
 from gradwire.launch.first_failure import Ending
 from gradwire.launch.shutdown import LAST_LIMIT, Shutdown
-from gradwire.runtime.rank_error import RankError
-from gradwire.runtime.root_cause import NEAR
+from gradwire.runtime.rank_error import NEAR, RankError
 
 
 def raised(error: BaseException, at: float, *, starting: bool = False) -> RankError:

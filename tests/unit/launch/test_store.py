@@ -20,8 +20,7 @@ from gradwire.groups.failure.store_calls import bounded
 from gradwire.groups.store.private_store import PrivateStore, release
 from gradwire.groups.store.rendezvous import host_store
 from gradwire.launch import Address, Launcher, World
-from gradwire.launch.mpi import broadcast_text
-from gradwire.launch.store import arrive, open_store, say_goodbye
+from gradwire.launch.store import arrive, broadcast_text, open_store, say_goodbye
 
 
 def world(

@@ -17,8 +17,8 @@ from gradwire.errors import GroupError, UsageError
 from gradwire.groups import Group
 from gradwire.groups.mpi import MPIGroup
 from gradwire.testing import Leftovers, run_ranks
-from gradwire.testing.mpi import MPIWorlds, default_worlds, missing, mpirun
-from gradwire.testing.mpi.mpirun import MPILaunch
+from gradwire.testing import mpi as mpirun
+from gradwire.testing.mpi import MPILaunch, MPIWorlds, default_worlds, missing
 from gradwire.testing.pool import Fate, GroupJob, RankResult
 from gradwire.testing.pool.process import Spawn
 from helpers.waiting import wait_until

@@ -33,7 +33,7 @@ from gradwire.groups.kinds import find_kind
 from gradwire.runtime.fork_server import ForkServer
 from gradwire.testing import LeftBehind, RankPool, default_pool, kinds, ranks, run_ranks
 from gradwire.testing.pool import Fate, GroupJob, RankResult, RemoteTraceback
-from gradwire.testing.pool.process import Spawn, WorkerProcess
+from gradwire.testing.pool.process import LocalWorker, Spawn
 from gradwire.testing.pool.shipping import ship
 from gradwire.testing.ranks import Request, _verdict
 from helpers.waiting import wait_for_exit
@@ -627,7 +627,7 @@ work = lambda *_: print("still there")
 
 def test_a_worker_that_is_still_starting_is_not_interrupted_by_ctrl_c(tmp_path: Path) -> None:
     with open(tmp_path / "output", "wb") as output:
-        worker = WorkerProcess("", Spawn(f"exec({INTERRUPTED!r})", output.fileno()))
+        worker = LocalWorker("", Spawn(f"exec({INTERRUPTED!r})", output.fileno()))
     try:
         assert worker.wait(60.0) == 0
     finally:

@@ -23,12 +23,12 @@ import torch.distributed as dist
 import gradwire
 from gradwire.errors import UsageError
 from gradwire.groups.shared_memory.segment import default_directory
-from gradwire.launch.memory import DIRECTORY, SharedMemory
+from gradwire.launch.environment import SHM_DIRECTORY, SharedMemory
 from gradwire.launch.world import find_world
 from gradwire.observe.rings.runs import runs_directory
 from gradwire.runtime.host import cpu_quota, host_identity
 from gradwire.runtime.jit import compiler
-from gradwire.testing.mpi.mpirun import missing as missing_mpi
+from gradwire.testing.mpi import missing as missing_mpi
 
 _SETTINGS = re.compile(r"(GRADWIRE|GLOO|NCCL|OMP|MASTER|TORCH|CUDA|TP)_|(RANK|WORLD_SIZE|LOCAL_RANK)$")
 """Environment variables that training depends on."""
@@ -191,7 +191,7 @@ def _engines() -> dict[str, str]:
 
 
 def _shared_memory_directory(environ: Mapping[str, str]) -> str:
-    return environ.get(DIRECTORY) or default_directory()
+    return environ.get(SHM_DIRECTORY) or default_directory()
 
 
 def _place(path: str) -> DirectorySpace:

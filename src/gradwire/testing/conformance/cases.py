@@ -1,9 +1,9 @@
 """Collectives to compare with the reference, and what each rank must hold afterward.
 
 Note [Ranks in one process share results]
-All ranks of a world run the same checks, with the same cases in the same order, and a case's values depend only on the check, the
-position in it, the number of ranks and the device. These identify its results, so ranks that are threads of one process compute
-them once. The cache is weak: no rank can be done with a case before all have begun it, and nothing is kept for longer.
+A case's values depend only on the check, the position in it, the number of ranks and the device. These identify its results, so
+ranks that are threads of one process compute them once. The cache is weak: no rank can be done with a case before all have begun
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from gradwire.collectives import Collective
 from gradwire.collectives.reference import perform
@@ -35,19 +34,11 @@ class Case:
     plain: Make | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What one rank's tensors must hold."""
-
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-
-
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Results:
-    """What every rank's tensors must hold, in rank order."""
+    """Collectives whose tensors hold what every rank's must hold, in rank order."""
 
-    ranks: tuple[Expected, ...]
+    ranks: tuple[Collective, ...]
 
 
 _Key = tuple[str, int, int, torch.device]
@@ -81,6 +72,6 @@ def expected(case: Case, size: int) -> Results:
 
 def _compute(case: Case, size: int) -> Results:
     make = case.plain or case.make
-    ops = [make(rank) for rank in range(size)]
+    ops = tuple(make(rank) for rank in range(size))
     perform(ops)
-    return Results(tuple(Expected(op.inputs, op.outputs) for op in ops))
+    return Results(ops)

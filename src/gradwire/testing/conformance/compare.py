@@ -1,4 +1,4 @@
-"""How the checks report problems: one sentence for each.
+"""What checks share: how they report problems, one sentence for each, and a second group of the same ranks.
 
 Note [Checks are generators]
 A check yields a sentence for each wrong value and continues, so a rank that found one stays in step with the others. If a
@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, OpKind, ReduceOp
-from gradwire.errors import UsageError
+from gradwire.collectives import Collective, OpKind, ReduceOp, build
+from gradwire.errors import GroupError, InternalError, UsageError
 from gradwire.groups.base import Group
-from gradwire.testing.conformance.cases import Case, Expected, expected
+from gradwire.testing.conformance.cases import Case, expected
 from gradwire.testing.conformance.data import FLOAT8, LARGEST
 
 Problems = Iterator[str]
@@ -24,6 +24,12 @@ E = TypeVar("E", bound=BaseException)
 
 AT_ONCE = 8
 """How many operations the asynchronous pass keeps in flight."""
+PATIENCE = 10.0
+"""Seconds that a meeting waits for missing ranks."""
+SOON = 5.0
+"""Seconds within which something counts as prompt, on a machine that is busy with other tests."""
+SHORT = 0.25
+"""A deadline that is meant to pass."""
 
 
 def same(what: str, got: object, want: object) -> Problems:
@@ -61,7 +67,7 @@ def against_reference(group: Group, cases: Sequence[Case], *, rounds: int = 1) -
             yield from _run_and_compare(group, chunk, [result.ranks[group.rank] for result in results])
 
 
-def _run_and_compare(group: Group, cases: Sequence[Case], wanted: Sequence[Expected]) -> Problems:
+def _run_and_compare(group: Group, cases: Sequence[Case], wanted: Sequence[Collective]) -> Problems:
     for case, want in zip(cases, wanted, strict=True):
         op = case.make(group.rank)
         group.run(op)
@@ -74,7 +80,7 @@ def _run_and_compare(group: Group, cases: Sequence[Case], wanted: Sequence[Expec
         yield from _differences(f"{case.what}, with others in flight", group, op, want)
 
 
-def _differences(what: str, group: Group, op: Collective, want: Expected) -> Problems:
+def _differences(what: str, group: Group, op: Collective, want: Collective) -> Problems:
     changed = op.kind is not OpKind.REDUCE or op.root == group.rank
     for index, (got, right) in enumerate(zip(op.outputs, want.outputs, strict=True)):
         reduced = op.kind.reduces and changed
@@ -143,3 +149,28 @@ def _slack(reduced: ReduceOp | None, dtype: torch.dtype, size: int, want: Tensor
         return want.abs() * limits.eps * size + limits.tiny * LARGEST**size
     largest = LARGEST**size if reduced is ReduceOp.PRODUCT else size * LARGEST * LARGEST
     return limits.eps / 2 * size * largest
+
+
+# -- a second group, to communicate over while the group under test is deliberately blocked or broken -----------------------
+
+
+def side_group(group: Group) -> Group:
+    """All ranks of `group` as a separate subgroup."""
+    side = group.split(0)
+    if side is None:
+        raise InternalError(f"{group}.split(0) returned None on a rank that passed a color.")
+    return side
+
+
+def meet(side: Group) -> None:
+    """Wait for every rank."""
+    side.submit(build.barrier(label="conformance: meet").within(PATIENCE)).wait()
+
+
+def part(side: Group) -> None:
+    """Like `meet`, if the group under test is already broken and may have broken its subgroup too."""
+    try:
+        meet(side)
+    except GroupError:
+        side.abort("conformance: the end")
+    side.close()

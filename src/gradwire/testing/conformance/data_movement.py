@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, build
+from gradwire.collectives.dtypes import ONLY_BITS
 from gradwire.groups.base import Group
 from gradwire.testing.conformance.cases import Case
-from gradwire.testing.conformance.compare import Problems, against_reference, holds
+from gradwire.testing.conformance.compare import Problems, against_reference, holds, meet, side_group, unlike
 from gradwire.testing.conformance.data import blank, draw, dtypes, sizes
-from gradwire.testing.conformance.second_group import meet, side_group
 
 
 def check_broadcast(group: Group) -> Problems:
@@ -28,13 +28,8 @@ def check_broadcast(group: Group) -> Problems:
             lambda rank: build.broadcast([draw(s, d, 22, i, rank) for i, (s, d) in enumerate(kinds)], src=root),
         )
 
-    last = group.size - 1
-    cases = [case(root, (13,), torch.float32) for root in range(group.size)]
-    cases += [case(0, shape, torch.float32) for shape in ((0,), ())]
-    cases += [case(last, (3, 2), dtype) for dtype in dtypes(group.size)] + [
-        case(0, shape, torch.int64) for shape in sizes(group.size)
-    ]
-    yield from against_reference(group, [*cases, several(0), several(last)])
+    cases = _from_each_root(group, case) + [case(0, shape, torch.int64) for shape in sizes(group.size)]
+    yield from against_reference(group, [*cases, several(0), several(group.size - 1)])
 
 
 def check_all_gather(group: Group) -> Problems:
@@ -141,6 +136,13 @@ def check_all_to_all_single(group: Group) -> Problems:
     yield from against_reference(group, [*cases, Case("uneven parts", uneven), only("input"), only("output")])
 
 
+def _from_each_root(group: Group, case: Callable[[int, Sequence[int], torch.dtype], Case]) -> list[Case]:
+    """The case with each root in turn, without elements or dimensions, and with each dtype."""
+    cases = [case(root, (13,), torch.float32) for root in range(group.size)]
+    cases += [case(0, shape, torch.float32) for shape in ((0,), ())]
+    return cases + [case(group.size - 1, (3, 2), dtype) for dtype in dtypes(group.size)]
+
+
 def check_gather(group: Group) -> Problems:
     """To each root in turn."""
 
@@ -151,9 +153,7 @@ def check_gather(group: Group) -> Problems:
 
         return Case("gather", make)
 
-    cases = [case(root, (13,), torch.float32) for root in range(group.size)]
-    cases += [case(0, shape, torch.float32) for shape in ((0,), ())]
-    yield from against_reference(group, cases + [case(group.size - 1, (3, 2), dtype) for dtype in dtypes(group.size)])
+    yield from against_reference(group, _from_each_root(group, case))
 
 
 def check_scatter(group: Group) -> Problems:
@@ -166,9 +166,7 @@ def check_scatter(group: Group) -> Problems:
 
         return Case("scatter", make)
 
-    cases = [case(root, (13,), torch.float32) for root in range(group.size)]
-    cases += [case(0, shape, torch.float32) for shape in ((0,), ())]
-    yield from against_reference(group, cases + [case(group.size - 1, (3, 2), dtype) for dtype in dtypes(group.size)])
+    yield from against_reference(group, _from_each_root(group, case))
 
 
 def check_barrier(group: Group) -> Problems:
@@ -184,3 +182,36 @@ def check_barrier(group: Group) -> Problems:
         work.wait()
     group.monitored_barrier(timeout=10.0)
     side.close()
+
+
+def check_dtypes_without_arithmetic(group: Group) -> Problems:
+    """Dtypes that only hold bits (float4, float8_e8m0fnu) are moved by every collective that does not reduce."""
+    size, rank, last = group.size, group.rank, group.size - 1
+
+    def value(dtype: torch.dtype, r: int, n: int = 1) -> Tensor:
+        return draw((48 * n,), torch.uint8, 62, r).view(dtype)
+
+    def empty(dtype: torch.dtype, n: int = 1) -> Tensor:
+        return torch.ones(48 * n, dtype=torch.uint8).view(dtype)
+
+    def moved(op: Collective, outputs: list[Tensor], want: list[Tensor]) -> Problems:
+        group.run(op)
+        for got, right in zip(outputs, want, strict=True):
+            yield from unlike(f"{op}", got.view(torch.uint8), right.view(torch.uint8))
+
+    for d in sorted(ONLY_BITS, key=str):
+        all_values = [value(d, r) for r in range(size)]
+        outs, whole = [empty(d) for _ in range(size)], empty(d, size)
+        yield from moved(build.all_gather(outs, value(d, rank)), outs, all_values)
+        yield from moved(build.all_gather_into_tensor(whole, value(d, rank)), list(whole.view(size, -1)), all_values)
+        mine = value(d, rank)
+        yield from moved(build.broadcast(mine, src=last), [mine], all_values[last:])
+        outs = [empty(d) for _ in range(size)]
+        op = build.gather(value(d, rank), outs if rank == 0 else None, dst=0)
+        yield from moved(op, outs if rank == 0 else [], all_values if rank == 0 else [])
+        place = empty(d)
+        yield from moved(
+            build.scatter(place, all_values if rank == last else None, src=last), [place], [value(d, rank)]
+        )
+        outs = [empty(d) for _ in range(size)]
+        yield from moved(build.all_to_all(outs, [value(d, rank) for _ in range(size)]), outs, all_values)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from gradwire.groups.base import Group
-from gradwire.testing.conformance.compare import Problems, holds, same
-from gradwire.testing.conformance.second_group import side_group
+from gradwire.testing.conformance.compare import Problems, holds, same, side_group
 
 
 def _sum_of_ranks(sub: Group, members: list[int], me: int) -> Problems:

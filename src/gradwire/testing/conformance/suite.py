@@ -1,4 +1,4 @@
-"""Runs the checks: those that leave a world intact share one, the others get a fresh world each."""
+"""The suite: the table of checks, how they are run, and the report. Checks that leave a world intact share one."""
 
 from __future__ import annotations
 
@@ -8,19 +8,151 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from gradwire.errors import UsageError
+from gradwire.errors import GradwireError, UsageError
 from gradwire.groups.base import Group
+from gradwire.testing.conformance import (
+    aliasing,
+    completion,
+    data_movement,
+    lifecycle,
+    memory,
+    p2p,
+    reductions,
+    subgroups,
+    usage,
+    work,
+)
 from gradwire.testing.conformance.cases import numbered
-from gradwire.testing.conformance.report import ConformanceError, Failure, Outcome, Report
-from gradwire.testing.conformance.table import BY_NAME, CHECKS, Check
+from gradwire.testing.conformance.compare import Problems
 
 _HERE = Path(__file__).parent
 MakeWorld = Callable[[Callable[[Group], Any]], Sequence[Any]]
 """Runs a function on every rank of a fresh world and returns what each returned, in rank order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check. `fresh`: it may break its world, and needs a separate one. `ranks`: the minimum number of ranks."""
+
+    run: Callable[[Group], Problems]
+    ranks: int = 1
+    fresh: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name in reports and in `only`."""
+        return self.run.__name__.removeprefix("check_")
+
+
+def _all(module: ModuleType, *, ranks: int = 1, fresh: bool = False, but: Sequence[Check] = ()) -> list[Check]:
+    """Every check of a module, in the order in which they are written; `but` are those with other requirements."""
+    found = [
+        run for name, run in vars(module).items() if name.startswith("check_") and run.__module__ == module.__name__
+    ]
+    others = {check.run for check in but}
+    return [*(Check(run, ranks, fresh) for run in found if run not in others), *but]
+
+
+_CHECKS = (
+    *_all(reductions),
+    *_all(data_movement),
+    *_all(memory),
+    *_all(aliasing, but=[Check(aliasing.check_aliasing, ranks=2)]),
+    *_all(p2p, ranks=2),
+    *_all(subgroups),
+    *_all(work),
+    *_all(
+        completion,
+        but=[
+            Check(completion.check_hook_raising, ranks=2, fresh=True),
+            Check(completion.check_callbacks_raising, ranks=2, fresh=True),
+            Check(completion.check_hooks_at_close, fresh=True),
+        ],
+    ),
+    *_all(usage, ranks=2, fresh=True),
+    *_all(lifecycle, ranks=2, fresh=True, but=[Check(lifecycle.check_close, fresh=True)]),
+)
+
+CHECKS = tuple(sorted(_CHECKS, key=lambda check: check.fresh))
+BY_NAME = {check.name: check for check in CHECKS}
+
+
+# -- the report -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One problem. `rank` is None if the world failed, not a rank."""
+
+    check: str
+    rank: int | None
+    problem: str
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f", rank {self.rank}"
+        return f"{self.check}{where}: {self.problem}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one rank found in one world."""
+
+    rank: int
+    size: int
+    ran: tuple[str, ...]
+    skipped: tuple[str, ...]
+    failures: tuple[Failure, ...]
+    broken: bool
+    """Whether a check raised: the world could not be used afterward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The checks that a group has passed, and those that need more ranks than it had."""
+
+    size: int
+    ran: tuple[str, ...]
+    skipped: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        passed = f"{len(self.ran)} checks passed on {self.size} ranks in {self.seconds:.1f} s"
+        if not self.skipped:
+            return passed
+        return f"{passed}, {len(self.skipped)} skipped because they need more ranks ({', '.join(self.skipped)})"
+
+
+class ConformanceError(GradwireError, AssertionError):
+    """A group fails the suite: names each failed check, the rank it failed on, and what was expected."""
+
+    SHOWN = 5
+
+    def __init__(self, failures: Sequence[Failure], unreached: Sequence[str] = ()) -> None:
+        self.failures = tuple(failures)
+        self.unreached = tuple(unreached)
+        super().__init__(self._describe())
+
+    def _describe(self) -> str:
+        by_check: dict[str, list[Failure]] = {}
+        for failure in self.failures:
+            by_check.setdefault(failure.check, []).append(failure)
+        lines = [f"the group fails {len(by_check)} of the conformance checks:"]
+        for check, failures in by_check.items():
+            lines += [f"  {failure}" for failure in failures[: self.SHOWN]]
+            if len(failures) > self.SHOWN:
+                lines.append(f"  {check}: and {len(failures) - self.SHOWN} more")
+        if self.unreached:
+            lines.append(f"  not reached, because the world was broken before: {', '.join(self.unreached)}")
+        lines.append("Run one check alone with only=[name]; `failures` holds all of them.")
+        return "\n".join(lines)
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------------
 
 
 def check_names() -> tuple[str, ...]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradwire.collectives import ReduceOp, Scope, build
+from gradwire.collectives.dtypes import MOVES, REDUCES
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.testing.conformance.compare import Problems, only_mistakes, raises, same
@@ -81,3 +84,35 @@ def check_wrong_timeouts(group: Group) -> Problems:
     for value in (0, -1.0, math.inf):
         yield from same(f"wait({value}) of a finished operation", work.wait(value), True)
     yield from only_mistakes(group, {})
+
+
+def _unmovable() -> dict[str, Callable[[], Tensor]]:
+    """Tensors that no collective accepts: dtypes that torch cannot copy, and tensors without data."""
+    everything = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    everything = {dtype for dtype in everything if not str(dtype).startswith("torch.q")}  # creating one is deprecated
+    return {
+        **{str(d): partial(torch.empty, 4, dtype=d, device="cpu") for d in sorted(everything - MOVES, key=str)},
+        "a meta tensor": partial(torch.empty, 4, device="meta"),
+    }
+
+
+def check_refused_dtypes(group: Group) -> Problems:
+    """A dtype or device that cannot be communicated, or not with this reduction, is a UsageError on the rank that passes it."""
+    size = group.size
+
+    def reduce(dtype: torch.dtype, op: ReduceOp) -> None:
+        factor = 2.0 if op is ReduceOp.PREMUL_SUM else None
+        group.submit(build.all_reduce(torch.zeros(64, dtype=torch.uint8).view(dtype), op=op, factor=factor))
+
+    mistakes: dict[str, Callable[[], object]] = {}
+    for name, make in _unmovable().items():
+        places = [make() for _ in range(size)]
+        mistakes[f"all_reduce of {name}"] = partial(group.all_reduce, make())
+        mistakes[f"broadcast of {name}"] = partial(group.broadcast, make(), src=0)
+        mistakes[f"send of {name}"] = partial(group.send, make(), dst=(group.rank + 1) % size)
+        mistakes[f"all_gather of {name}"] = partial(group.all_gather, places, make())
+        mistakes[f"reduce_scatter of {name}"] = partial(group.reduce_scatter, make(), places)
+    for dtype in sorted(MOVES, key=str):
+        for op in set(ReduceOp) - REDUCES.get(dtype, frozenset()):
+            mistakes[f"{op.name} of {dtype}"] = partial(reduce, dtype, op)
+    yield from only_mistakes(group, mistakes)

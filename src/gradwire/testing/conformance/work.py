@@ -17,9 +17,8 @@ from gradwire.errors import CollectiveTimeout
 from gradwire.groups.base import Group
 from gradwire.groups.completion import WorkInfo
 from gradwire.groups.work import Work
-from gradwire.testing.conformance.compare import Problems, holds, raises, same, unlike
+from gradwire.testing.conformance.compare import PATIENCE, SOON, Problems, holds, meet, raises, same, side_group, unlike
 from gradwire.testing.conformance.data import blank, draw
-from gradwire.testing.conformance.second_group import PATIENCE, SOON, meet, side_group
 
 
 def _sum(group: Group, *key: int) -> Tensor:

@@ -20,10 +20,9 @@ from gradwire.runtime.fork_server import ForkServer
 from gradwire.testing.pool.pool_run import PoolRun
 from gradwire.testing.pool.process import (
     WARM,
-    ForkedWorker,
+    LocalWorker,
     Spawn,
     WorkerHandle,
-    WorkerProcess,
     default_server,
     ending,
 )
@@ -35,7 +34,6 @@ from gradwire.testing.pool.protocol import (
     LeftBehind,
     RankJob,
     RankResult,
-    Ready,
     receive,
 )
 from gradwire.testing.pool.shipping import ship
@@ -133,7 +131,7 @@ class RankPool:
                 self._workers.append(worker)
             deadline = time.monotonic() + START_LIMIT
             for worker in fresh:
-                self._paths = _greet(worker, self._workers.index(worker), deadline).paths
+                self._paths = _greet(worker, self._workers.index(worker), deadline)
         except BaseException:
             self._discharge(fresh)
             raise
@@ -142,16 +140,15 @@ class RankPool:
         """New workers, one by one; `store` is the name of their store."""
         for _ in range(count):
             spawn = self._spawn(len(self._workers))
-            yield self._fork(store, spawn) or WorkerProcess(store, spawn)
-
-    def _fork(self, store: str, spawn: Spawn) -> WorkerHandle | None:
-        if self._server is None or spawn.program != WARM or spawn.command is not list:
-            return None
-        try:
-            return ForkedWorker(self._server, store, spawn)
-        except RuntimeError:  # a module that it imports has started a thread: it has said so
-            self._server = None
-            return None
+            server = self._server if spawn.program == WARM and spawn.command is list else None
+            try:
+                worker = LocalWorker(store, spawn, server)
+            except RuntimeError:
+                if server is None:
+                    raise
+                self._server = None  # a module that it imports has started a thread, which it reports
+                worker = LocalWorker(store, spawn)
+            yield worker
 
     def _discharge(self, workers: Sequence[WorkerHandle]) -> None:
         for worker in workers:
@@ -192,14 +189,14 @@ class RankPool:
         return any(fd in worker.descriptors for worker in self._workers) or any(s.holds(fd) for s in self._stores)
 
 
-def _greet(worker: WorkerHandle, rank: int, deadline: float) -> Ready:
-    """Wait until the new worker for `rank` has started."""
+def _greet(worker: WorkerHandle, rank: int, deadline: float) -> tuple[str, ...]:
+    """Wait until the new worker for `rank` has started; returns the paths that it imports from."""
     sources: list[Any] = [worker.control, worker.alive]
     ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
     try:
         if worker.control in ready:
-            hello: Ready = receive(worker.control)
-            return hello
+            paths: tuple[str, ...] = receive(worker.control)
+            return paths
     except (EOFError, OSError):
         pass
     status = worker.wait(1.0 if ready else 0.0)

@@ -1,9 +1,9 @@
 """One call on the workers.
 
 Note [The two ends of a job]
-A worker first answers with a result or an error, and closes its group only after a message that all ranks have answered (a rank
-that failed aborts and closes at once). So a rank that returns early does not look like one that left, and no rank closes a
-socket that another still reads from. The results of closing, and leftovers, are sent in a second answer, `Ended`.
+A worker answers with a result or an error, and closes its group after a message that all ranks have answered (a rank that failed
+closes at once). So a rank that returns early does not look like one that left. Errors of closing, and leftovers, are sent in a
+second answer, `Ended`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from gradwire.errors import GroupError
-from gradwire.runtime.fork_server import ForkServer
+from gradwire.runtime.fork_server import ForkedProcess, ForkServer
 from gradwire.testing.pool.protocol import MESSAGE_LIMIT
 
 WORKER_SETTINGS = {"OMP_NUM_THREADS": "1", "ONEDNN_JIT_PROFILE": "0", "GLOO_SOCKET_IFNAME": "lo"}
@@ -24,7 +24,6 @@ WORKER_SETTINGS = {"OMP_NUM_THREADS": "1", "ONEDNN_JIT_PROFILE": "0", "GLOO_SOCK
 
 QUICK_START = "import gc; gc.disable(); "
 """The beginning of a warm worker's program: imports create no garbage, and collecting it takes a tenth of the import time."""
-
 
 ENDED = 256
 """The exit status of a process that is not our child: only its parent can read the real one."""
@@ -108,60 +107,17 @@ FRESH = "from gradwire.testing.pool.worker import work"
 """The program of a worker for a single job, in which nothing is different from any other process of Python."""
 
 
-class WorkerProcess(WorkerHandle):
-    """A worker that this process started."""
+class LocalWorker(WorkerHandle):
+    """A worker that this process started, or, if there is one, the fork server, whose child it then is."""
 
-    def __init__(self, store: str, spawn: Spawn) -> None:
+    def __init__(self, store: str, spawn: Spawn, server: ForkServer | None = None) -> None:
         super().__init__()
         control, theirs = socket.socketpair()
-        fds = (theirs.fileno(), self._stack, self._dumped_there)
-        # See Note [Who outlives whom] in worker.py.
-        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-        started: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedProcess
         try:
-            with theirs, _interrupts_blocked():
-                self.process = started = subprocess.Popen(
-                    spawn.command([sys.executable, "-P", "-c", f"{spawn.program}; work{(*fds, store, parent)}"]),
-                    stdin=subprocess.DEVNULL,
-                    stdout=spawn.output,
-                    stderr=spawn.output,
-                    pass_fds=fds,
-                    env={**os.environ, **spawn.settings},
-                )
-        except BaseException:
-            if started is not None:  # Ctrl-C meanwhile
-                started.kill()
-                started.wait()
-            control.close()
-            for fd in (self._stack, self._dumped, self._dumped_there):
-                os.close(fd)
-            raise
-        self._take(control, self.process.pid)
-
-    def wait(self, limit: float) -> int | None:
-        """The exit status, if the worker ends within `limit` seconds."""
-        super().wait(limit)
-        return self.process.poll()
-
-    def kill(self) -> None:
-        """End it now."""
-        self.process.kill()
-        if self.wait(MESSAGE_LIMIT) is None:
-            raise GroupError(f"worker process {self.pid} is still running {MESSAGE_LIMIT:.0f} s after SIGKILL.")
-
-
-class ForkedWorker(WorkerHandle):
-    """A worker that the fork server started, whose child it is."""
-
-    def __init__(self, server: ForkServer, store: str, spawn: Spawn) -> None:
-        super().__init__()
-        control, theirs = socket.socketpair()
-        code = f"import os\n{spawn.program}\nwork(3, 4, 5, {store!r}, os.getppid())"
-        streams = (1, 2) if spawn.output is None else (spawn.output, spawn.output)
-        try:
-            with open(os.devnull) as nothing, theirs:
-                fds = (nothing.fileno(), *streams, theirs.fileno(), self._stack, self._dumped_there)
-                self.process = server.start(code, fds=fds, env=spawn.settings)
+            with theirs:
+                fds = (theirs.fileno(), self._stack, self._dumped_there)
+                self.process = _start(store, spawn, fds) if server is None else _fork(server, store, spawn, fds)
         except BaseException:
             control.close()
             for fd in (self._stack, self._dumped, self._dumped_there):
@@ -172,14 +128,16 @@ class ForkedWorker(WorkerHandle):
     @property
     def descriptors(self) -> tuple[int, ...]:
         """What this process holds open for the worker."""
-        return *super().descriptors, self.process.fileno()
+        status = [self.process.fileno()] if isinstance(self.process, ForkedProcess) else []
+        return *super().descriptors, *status
 
     def wait(self, limit: float) -> int | None:
         """The exit status, if the worker ends within `limit` seconds."""
-        try:
-            return self.process.poll(limit)
-        except RuntimeError:  # its server has died, and nobody else can read the status
-            return super().wait(limit)
+        if isinstance(self.process, ForkedProcess):
+            with suppress(RuntimeError):  # its server has died, and no other process can read the status
+                return self.process.poll(limit)
+        ended = super().wait(limit)
+        return ended if isinstance(self.process, ForkedProcess) else self.process.poll()
 
     def kill(self) -> None:
         """End it now."""
@@ -187,6 +145,35 @@ class ForkedWorker(WorkerHandle):
             signal.pidfd_send_signal(self.alive, signal.SIGKILL)
         if self.wait(MESSAGE_LIMIT) is None:
             raise GroupError(f"worker process {self.pid} is still running {MESSAGE_LIMIT:.0f} s after SIGKILL.")
+
+
+def _start(store: str, spawn: Spawn, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    """A child of this process. See Note [Who outlives whom] in worker.py."""
+    parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+    started: subprocess.Popen[bytes] | None = None
+    try:
+        with _interrupts_blocked():
+            started = subprocess.Popen(
+                spawn.command([sys.executable, "-P", "-c", f"{spawn.program}; work{(*fds, store, parent)}"]),
+                stdin=subprocess.DEVNULL,
+                stdout=spawn.output,
+                stderr=spawn.output,
+                pass_fds=fds,
+                env={**os.environ, **spawn.settings},
+            )
+    except BaseException:
+        if started is not None:  # Ctrl-C meanwhile
+            started.kill()
+            started.wait()
+        raise
+    return started
+
+
+def _fork(server: ForkServer, store: str, spawn: Spawn, fds: tuple[int, ...]) -> ForkedProcess:
+    code = f"import os\n{spawn.program}\nwork(3, 4, 5, {store!r}, os.getppid())"
+    streams = (1, 2) if spawn.output is None else (spawn.output, spawn.output)
+    with open(os.devnull) as nothing:
+        return server.start(code, fds=(nothing.fileno(), *streams, *fds), env=spawn.settings)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 from gradwire.errors import GroupAborted, PeerLost
 from gradwire.groups import Group
 from gradwire.groups.base import BuildGroup
-from gradwire.runtime.root_cause import root_cause
+from gradwire.runtime.rank_error import root_cause
 
 START_LIMIT = 120.0
 """Seconds that new workers have to import torch and report."""
@@ -149,13 +149,7 @@ class GroupJob:
 
 
 # -- messages --------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """Worker: I have started, and import from these paths."""
-
-    paths: tuple[str, ...]
+# The first message of a worker is the tuple of the paths that it imports from.
 
 
 @dataclass(frozen=True, slots=True)

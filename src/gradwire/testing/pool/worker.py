@@ -38,7 +38,6 @@ from gradwire.testing.pool.protocol import (
     Progress,
     Raised,
     RankJob,
-    Ready,
     Resource,
     Returned,
     receive,
@@ -68,7 +67,7 @@ class RankWorker:
     def serve(self) -> None:
         """Run jobs until the parent is gone."""
         threading.Thread(target=self._listen, name="gradwire-pool-control", daemon=True).start()
-        send(self._control, Ready(tuple(os.path.realpath(path) for path in sys.path if path)))
+        send(self._control, tuple(os.path.realpath(path) for path in sys.path if path))
         # Without a deadline: waiting for the parent is what an idle worker does.
         while (job := self._jobs.get()) is not None:
             send(self._control, self._perform(job))

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.testing.mpi import missing
-from gradwire.testing.mpi.mpirun import command, find_mpirun, settings
+from gradwire.testing.mpi import command, find_mpirun, missing, settings
 from helpers.exit_messages import without_leaks_of_triton
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))

@@ -1,9 +1,11 @@
 """Warm worlds of MPI ranks: one `mpirun` per number of ranks, kept between calls. The pool's workers, started by mpirun.
 
 Note [How the parent meets the ranks]
-mpirun closes inherited descriptors, so a rank does not inherit its sockets: it connects to one of the parent's, in a directory of
-this user (see private_socket.py), and gets the descriptors through it. Those for stdout and stderr are among them: the ranks'
-output goes there directly and unchanged, not through the terminal that mpirun makes for them.
+mpirun closes inherited descriptors, so a rank connects to a Unix socket of the parent and gets its descriptors through it. Those
+for stdout and stderr are among them, so that output does not go through the terminal that mpirun makes. What is received is
+unpickled, which can run any code. So no other user may connect: the socket is in a directory that only this user can enter, and
+the parent asks the kernel for the user of each connection (SO_PEERCRED) before it reads a byte. Names in Linux's abstract
+namespace are not used: they have no permissions.
 
 Note [One dies, all die]
 mpirun ends every rank when one dies. A rank that the pool has to discard therefore stays alive until the outcome of the others is
@@ -13,27 +15,30 @@ known; then all are ended together. That is left to mpirun, because it also remo
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from gradwire.errors import GroupError, UsageError
-from gradwire.testing.pool import JobContext, RankPool, RankResult
+from gradwire.testing.pool import JobContext, RankPool, RankResult, worker
 from gradwire.testing.pool.process import QUICK_START, Spawn, WorkerHandle, ending
-from gradwire.testing.pool.protocol import ABORT_GRACE, MESSAGE_LIMIT, START_LIMIT, receive
-from gradwire.testing.private_socket import PrivateListener
+from gradwire.testing.pool.protocol import ABORT_GRACE, MESSAGE_LIMIT, START_LIMIT, receive, send
 
-_WARM = f"{QUICK_START}from gradwire.testing.mpi.rank_main import work_warm as work"
+FRESH = "from gradwire.testing.mpi import work"
+"""The program of a rank for a single job."""
+_WARM = f"{QUICK_START}from gradwire.testing.mpi import work_warm as work"
 
 
 def missing() -> str | None:
@@ -74,7 +79,7 @@ class MPILaunch:
         self.doomed = False
         self.ranks: list[MPIRank] = []
         self._folder = tempfile.mkdtemp(prefix="gradwire-mpi-")
-        self._door = PrivateListener(self._folder, backlog=size)
+        self._door = listen(self._folder, backlog=size)
         self.streams = (1, 2) if spawn.output is None else (spawn.output, spawn.output)
         self._command = command(mpirun, size)
         self._mpirun = subprocess.Popen(
@@ -104,7 +109,7 @@ class MPILaunch:
                         f"starting {self.size} ranks: mpirun {what}. Look at its output; try "
                         f"`{' '.join(self._command)} hostname` yourself."
                     )
-                if (accepted := self._door.accept()) is not None:
+                if (accepted := accept(self._door)) is not None:
                     rank = MPIRank(self, *accepted)
                     came[rank.rank] = rank
         finally:
@@ -250,3 +255,73 @@ class MPIWorlds:
 def default_worlds() -> MPIWorlds:
     """The worlds that `run_ranks` uses. They cost nothing until something is run on them."""
     return MPIWorlds()
+
+
+# -- the socket ------------------------------------------------------------------------------------------------------------
+
+
+def listen(folder: str, *, backlog: int) -> socket.socket:
+    """A listening socket in `folder`, a directory of mode 700."""
+    listener = socket.socket(socket.AF_UNIX)
+    with _address(folder) as address:
+        listener.bind(address)
+    listener.listen(backlog)
+    return listener
+
+
+def accept(listener: socket.socket) -> tuple[socket.socket, int] | None:
+    """The next connection and the process that made it; None, with nothing read, if it is another user's."""
+    connection, _ = listener.accept()
+    credentials = struct.Struct("3i")  # struct ucred: pid, uid, gid
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+    pid, user, _ = credentials.unpack(data)
+    if user == os.geteuid():
+        return connection, pid
+    connection.close()
+    return None
+
+
+def connect(folder: str) -> socket.socket:
+    """A connection to the listener in `folder`."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(START_LIMIT)
+    with _address(folder) as address:
+        connection.connect(address)
+    return connection
+
+
+@contextmanager
+def _address(folder: str) -> Iterator[str]:
+    """The socket in `folder`, through a descriptor: a socket's address is limited to 107 bytes, a TMPDIR may be longer."""
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/socket"
+    finally:
+        os.close(fd)
+
+
+# -- on a rank -------------------------------------------------------------------------------------------------------------
+
+
+def work(folder: str, store: str) -> None:
+    """The main function of a rank for a single job, which initializes MPI as it needs."""
+    _join(folder, store, int(os.environ["OMPI_COMM_WORLD_RANK"]), worker.work)
+
+
+def work_warm(folder: str, store: str) -> None:
+    """The main function of a rank that is kept for many jobs: what MPI opens for the first message is there before any of them."""
+    world = importlib.import_module("mpi4py.MPI").COMM_WORLD
+    world.Barrier()
+    _join(folder, store, world.rank, worker.work_warm)
+
+
+def _join(folder: str, store: str, rank: int, work: Callable[..., None]) -> None:
+    """Connect, and be a worker. The process ends as programs do, for MPI must be finalized."""
+    control = connect(folder)
+    send(control, rank)
+    _, (stack, dumped, *streams), _, _ = socket.recv_fds(control, 1, 4)
+    for ours, theirs in enumerate(streams, start=1):
+        os.dup2(theirs, ours)
+        os.close(theirs)
+    control.settimeout(None)
+    work(control.detach(), stack, dumped, store, 0, notice=ABORT_GRACE)
