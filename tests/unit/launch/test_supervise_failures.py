@@ -10,7 +10,7 @@ import pytest
 
 from gradwire.launch import shutdown
 from gradwire.observe.rings.run_outcome import load
-from gradwire.runtime import root_cause
+from gradwire.runtime import rank_error
 
 
 def test_a_failing_rank_stops_the_others_and_its_traceback_is_last(launch):
@@ -40,7 +40,7 @@ RAISE = "from gradwire.errors import *\n"
 @pytest.fixture
 def patience(monkeypatch):
     """However slow the machine, a rank comes to its end soon enough to count as the cause of the others' failures."""
-    for module in (shutdown, root_cause):
+    for module in (shutdown, rank_error):
         monkeypatch.setattr(module, "NEAR", 60.0)
 
 
