@@ -19,8 +19,7 @@ from gradwire.hooks.compressors.sparse import threshold, top_k
 from gradwire.hooks.dense import cast, mean, reduce_scatter_mean, weighted_mean
 from gradwire.hooks.periodic.base import OuterHook
 from gradwire.hooks.periodic.diloco import diloco, streaming_diloco
-from gradwire.hooks.periodic.gossip import gossip
-from gradwire.hooks.periodic.local_sgd import local_sgd, post_local_sgd
+from gradwire.hooks.periodic.local_sgd import gossip, local_sgd, post_local_sgd
 
 __all__ = [
     "BucketSpec",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, Layout
+from gradwire.errors import UsageError
 from gradwire.hooks.bucket import BucketSpec
 
 
@@ -118,6 +119,8 @@ class CommHook(ABC):
         traits = Trait(0)
         passes_nonfinite = False
 
+    dense_only: bool = False
+    """Whether it refuses sparse gradients: it selects, splits or rounds elements."""
     alone: str = ""
     """For a hook that could be mistaken for a stage: why no hook to its right can send its output. `chain` quotes it."""
 
@@ -133,7 +136,13 @@ class CommHook(ABC):
 
     def check(self, spec: BucketSpec) -> None:
         """Raise UsageError if the hook cannot reduce one of these parameters. Called when it is set, before any step."""
-        return
+        if self.dense_only and spec.sparse:
+            raise sparse_gradients(self, spec)
+
+    def refuse_sparse(self, grad: Tensor, spec: BucketSpec) -> None:
+        """Raise if the gradient is sparse although that was not known before the step."""
+        if grad.is_sparse:
+            raise sparse_gradients(self, spec)
 
     def init(self, spec: BucketSpec) -> Any:
         """The state for one bucket before its first reduction. Whatever runs the hook owns it."""
@@ -190,6 +199,14 @@ class CommHook(ABC):
         When a hook of another structure replaces this one, they are added to the next gradients.
         """
         return None if self.remembers else {}
+
+
+def sparse_gradients(hook: CommHook, spec: BucketSpec) -> UsageError:
+    """The error of a hook that supports dense gradients only."""
+    return UsageError(
+        f"{hook!r} on {spec}: its gradients are sparse, and it supports dense ones only. Use mean() for such parameters, "
+        'by partition({"embedding.*": mean(), "*": ...}).'
+    )
 
 
 Stage = Callable[[CommHook], CommHook]

@@ -15,9 +15,8 @@ from torch import Tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import NamedStage, checks_numbers
 from gradwire.hooks.base import Reduction, Stage, Trait, Turn
-from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Wrapped
-from gradwire.hooks.numerics.elementwise import check_dense, clip_norms_, real, refuse_sparse, wide
+from gradwire.hooks.numerics.elementwise import clip_norms_, real, wide
 from gradwire.hooks.numerics.rng import generator
 
 
@@ -28,19 +27,14 @@ class Clip(Wrapped):
     norm: float | None
     value: float | None
 
+    dense_only = True
+
     @property
     def traits(self) -> Trait:
-        """`DISTORTS`, and those of the inner hook."""
         return self.inner.traits | Trait.DISTORTS
 
-    def check(self, spec: BucketSpec) -> None:
-        """Raise unless the bucket is dense and the inner hook accepts it."""
-        check_dense(self._own(), spec)
-        self.inner.check(self.inside(spec))
-
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Clip, then reduce with the inner hook."""
-        refuse_sparse(grad, self._own(), turn.spec)
+        self.refuse_sparse(grad, turn.spec)
         clipped = grad if turn.donated else grad.clone()
         flat = real(clipped)
         if self.value is not None:
@@ -61,14 +55,12 @@ class Clip(Wrapped):
 def clip(*, norm: float | None = None, value: float | None = None) -> Stage:
     """Clip this rank's gradient before it is sent: each parameter's norm to at most `norm`, or each element to at most `value`.
 
-    The norm is that of each parameter, not of the whole model: a bucket is sent before the other gradients exist, and which
-    parameters share a bucket changes after the first step. So the norm of the whole gradient is at most norm * sqrt(P) for P
-    parameters. An outlier batch on one rank then cannot dominate the average. To clip by the norm of the whole model, use
-    torch.nn.utils.clip_grad_norm_ on the average, before the optimizer's step.
+    The norm is that of each parameter, not of the whole model, because a bucket is sent before the other gradients exist: the
+    norm of the whole gradient is at most norm * sqrt(P) for P parameters. To clip by the norm of the whole model, use
+    torch.nn.utils.clip_grad_norm_ on the average.
 
     NaN and infinite elements are not hidden: clipped by norm, the parameter becomes NaN; by value, they stay. Put error feedback
-    to the right of it, inside: around it, error feedback would send in the next step what was clipped. On the wire: as the inner
-    hook.
+    to the right of it. On the wire: as the inner hook.
 
     >>> from gradwire.hooks import chain, mean
     >>> from gradwire.testing import simulate
@@ -92,19 +84,14 @@ class AddNoise(Wrapped):
     std: float
     seed: int
 
+    dense_only = True
+
     @property
     def traits(self) -> Trait:
-        """`DISTORTS`, and those of the inner hook."""
         return self.inner.traits | Trait.DISTORTS
 
-    def check(self, spec: BucketSpec) -> None:
-        """Raise unless the bucket is dense and the inner hook accepts it."""
-        check_dense(f"add_noise(std={self.std})", spec)
-        self.inner.check(self.inside(spec))
-
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Add noise, then reduce with the inner hook."""
-        refuse_sparse(grad, f"add_noise(std={self.std})", turn.spec)
+        self.refuse_sparse(grad, turn.spec)
         flat = real(grad)
         rng = generator(self.seed, turn, shared=False)
         noise = torch.randn(flat.numel(), generator=rng, dtype=wide(flat.dtype), device=flat.device)
@@ -124,10 +111,8 @@ def add_noise(*, std: float, seed: int = 0) -> Stage:
     The average then has noise of std / sqrt(n) for n ranks. `sent` includes the noise, also on ranks that have run out of inputs.
     On the wire: as the inner hook.
 
-    With `clip(norm=c)` to its left, `chain(clip(norm=1.0), add_noise(std=0.5), mean())`, a rank sends the output of a Gaussian
-    mechanism with a sensitivity of c * sqrt(P) for P parameters, each of which is clipped separately. That alone is not
-    differential privacy: there is no accounting, and the noise comes from a seed so that runs are reproducible: anyone who knows
-    the seed can subtract it.
+    With `clip(norm=c)` to its left a rank sends the output of a Gaussian mechanism with a sensitivity of c * sqrt(P) for P
+    parameters. Not differential privacy by itself: there is no accounting, and who has the seed can subtract the noise.
     """
     if not (std > 0 and math.isfinite(std)):
         raise UsageError(f"add_noise(std={std}): the standard deviation must be finite and above 0.")

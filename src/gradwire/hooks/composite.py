@@ -35,16 +35,14 @@ class Composite(CommHook):
         return Trait.of(*self.parts.values())
 
     def check(self, spec: BucketSpec) -> None:
-        """Raise if one of the parts does."""
+        CommHook.check(self, spec)
         for part in self.parts.values():
             part.check(spec)
 
     def init(self, spec: BucketSpec) -> Any:
-        """The initial state of each part."""
         return {name: part.init(spec) for name, part in self.parts.items()}
 
     def error(self, spec: BucketSpec) -> float:
-        """The largest error of the parts."""
         return max(part.error(spec) for part in self.parts.values())
 
     def save_parts(self, state: Mapping[str, Any], spec: BucketSpec) -> dict[str, dict[str, Any]]:
@@ -56,15 +54,12 @@ class Composite(CommHook):
         return {name: part.shared(pick(saved, name)) for name, part in self.parts.items()}
 
     def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
-        """What the parts save, by parameter and part."""
         return bundle(**self.save_parts(state, spec))
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        """The state of each part, from what it saved."""
         return {name: part.load(pick(saved, name), spec) for name, part in self.parts.items()}
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """What the parts share."""
         return bundle(**self.shared_parts(saved))
 
     @property
@@ -73,7 +68,6 @@ class Composite(CommHook):
         return f"{type(self).__qualname__}({'; '.join(part.structure for part in self.parts.values())})"
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """The sum of what the parts owe."""
         return add_owed(*(part.owed(pick(saved, name)) for name, part in self.parts.items()))
 
 
@@ -88,12 +82,10 @@ class Wrapped(CommHook):
 
     @property
     def collectives(self) -> int | None:
-        """As many as the inner hook."""
         return self.inner.collectives
 
     @property
     def traits(self) -> Trait:
-        """Those of the inner hook."""
         return self.inner.traits
 
     def inside(self, spec: BucketSpec) -> BucketSpec:
@@ -101,35 +93,28 @@ class Wrapped(CommHook):
         return spec
 
     def check(self, spec: BucketSpec) -> None:
-        """Raise if the inner hook does."""
+        CommHook.check(self, spec)
         self.inner.check(self.inside(spec))
 
     def init(self, spec: BucketSpec) -> Any:
-        """The inner hook's state."""
         return self.inner.init(self.inside(spec))
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """As the inner hook."""
         return self.inner.wire_bytes(self.inside(spec), world_size, step)
 
     def error(self, spec: BucketSpec) -> float:
-        """That of the inner hook."""
         return self.inner.error(self.inside(spec))
 
     def narrowest(self, dtype: torch.dtype) -> torch.dtype:
-        """That of the inner hook."""
         return self.inner.narrowest(dtype)
 
     def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
-        """What the inner hook saves."""
         return self.inner.save(state, self.inside(spec))
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        """The inner hook's state."""
         return self.inner.load(saved, self.inside(spec))
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """What the inner hook shares."""
         return self.inner.shared(saved)
 
     @property

@@ -15,7 +15,7 @@ from gradwire.hooks.arguments import NamedStage
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Wrapped
-from gradwire.hooks.numerics.elementwise import check_dense, padded, refuse_sparse, wide
+from gradwire.hooks.numerics.elementwise import padded, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,6 @@ class Mean(CommHook):
     passes_nonfinite = True
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """One all-reduce."""
         label = f"bucket {turn.spec.index}"
         value = grad if turn.donated else grad.clone()
         if turn.divisor is None:
@@ -37,7 +36,6 @@ class Mean(CommHook):
         return Reduced(value, grad)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """2 (n - 1) / n of the bucket; unknown if it is sparse."""
         return None if spec.sparse else 2 * (world_size - 1) / world_size * spec.nbytes
 
     def __repr__(self) -> str:
@@ -58,15 +56,11 @@ class ReduceScatterMean(CommHook):
     """The hook of `reduce_scatter_mean`."""
 
     collectives = 2
+    dense_only = True
     passes_nonfinite = True
 
-    def check(self, spec: BucketSpec) -> None:
-        """Raise unless the bucket is dense."""
-        check_dense(self, spec)
-
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Average one slice per rank, then gather the slices."""
-        refuse_sparse(grad, self, turn.spec)
+        self.refuse_sparse(grad, turn.spec)
         label, size = f"bucket {turn.spec.index}", turn.world_size
         row = padded(grad, size)
         mine = grad.new_empty(row.numel() // size)
@@ -78,7 +72,6 @@ class ReduceScatterMean(CommHook):
         return Reduced(value[: grad.numel()], grad)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """2 (n - 1) slices."""
         return 2 * (world_size - 1) * -(-spec.numel // world_size) * spec.dtype.itemsize
 
     def __repr__(self) -> str:
@@ -99,19 +92,15 @@ class WeightedMean(CommHook):
 
     collectives = 1
     traits = Trait.WEIGHS
+    dense_only = True
     passes_nonfinite = True
 
-    def check(self, spec: BucketSpec) -> None:
-        """Raise unless the bucket is dense."""
-        check_dense(self, spec)
-
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """One all-reduce of the weighted gradient with the weight appended."""
         if not (turn.weight >= 0 and math.isfinite(turn.weight)):
             raise UsageError(
                 f"weighted_mean on rank {turn.rank}: weight {turn.weight} is negative or not finite. Pass a count of samples."
             )
-        refuse_sparse(grad, self, turn.spec)
+        self.refuse_sparse(grad, turn.spec)
         # bfloat16 rounds counts of samples above 256, and float16 soon overflows.
         weight = grad.new_full((1,), turn.weight, dtype=wide(grad.dtype))
         value = torch.cat([grad * weight, weight])
@@ -122,7 +111,6 @@ class WeightedMean(CommHook):
         return Reduced(mean, mean if turn.donated else (grad * (weight * turn.counted / total)).to(grad.dtype))
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """2 (n - 1) / n of the bucket and one element."""
         return 2 * (world_size - 1) / world_size * (spec.numel + 1) * wide(spec.dtype).itemsize
 
     def __repr__(self) -> str:
@@ -165,12 +153,10 @@ class Cast(Wrapped):
             )
 
     def inside(self, spec: BucketSpec) -> BucketSpec:
-        """A bucket of the narrow dtype."""
         # Complex gradients are not converted: a real dtype would silently drop their imaginary part.
         return replace(spec, dtype=self.dtype) if spec.dtype.is_floating_point else spec
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Convert, reduce, convert back."""
         spec = self.inside(turn.spec)
         value, sent = yield from self.inner.reduce(grad.to(spec.dtype), state, replace(turn, spec=spec))
         value = value.to(grad.dtype)

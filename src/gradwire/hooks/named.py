@@ -13,19 +13,7 @@ from typing import Any
 
 import torch
 
-from gradwire.hooks import (
-    CommHook,
-    cast,
-    chain,
-    dgc,
-    diloco,
-    error_feedback,
-    mean,
-    power_sgd,
-    quantize,
-    sign,
-    top_k,
-)
+from gradwire.hooks import CommHook, cast, chain, dgc, diloco, error_feedback, mean, power_sgd, quantize, sign, top_k
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +59,7 @@ _ALL = (
     NamedHook("sign", "the sign of each element, error feedback", _with_feedback(sign)),
     NamedHook("power_sgd", "rank 4", _with_feedback(power_sgd, rank=4)),
     NamedHook("power_sgd16", "rank 16", _with_feedback(power_sgd, rank=16)),
-    NamedHook(
-        "power_sgd_batched",
-        "rank 4, the bucket as one matrix",
-        _with_feedback(power_sgd, rank=4, batched=True),
-    ),
+    NamedHook("power_sgd_batched", "rank 4, the bucket as one matrix", _with_feedback(power_sgd, rank=4, batched=True)),
     NamedHook("top_k", "the largest 1 %, error feedback", _with_feedback(top_k, ratio=0.01)),
     NamedHook("dgc", "the largest 0.1 % after a momentum", _with_feedback(dgc, ratio=0.001)),
     NamedHook(

@@ -1,15 +1,12 @@
 """gradwire's DistributedDataParallel under torch's name, for code that builds torch's.
 
 Note [Which references are replaced]
-Code finds torch's class under two names, in `torch.nn.parallel` and in its module `distributed`; both are replaced. A reference
-that a module has imported before is not: in torch itself those serve `isinstance`, which is True for both classes, and elsewhere
-`replace_ddp` refuses to go on, because a model that silently stays torch's is worse than an error.
+Those in `torch.nn.parallel` and in its module `distributed`. A reference that a module has imported before is not: in torch itself
+those serve `isinstance`, which is True for both classes, and elsewhere `replace_ddp` raises.
 
 Note [Processes that the script starts]
-A forked process inherits the replacement. One that multiprocessing spawns begins with an empty interpreter: it reads a dictionary
-of preparations, imports the script, and then reads what to run. The replacement must precede the import, so it travels in that
-dictionary, as an entry that multiprocessing ignores and that replaces the class when it is unpickled. `torch.multiprocessing.spawn`
-goes through it as well.
+A forked process inherits the replacement. One that multiprocessing spawns reads a dictionary of preparations before it imports the
+script. The replacement travels in that dictionary, as an entry that replaces the class when it is unpickled.
 """
 
 from __future__ import annotations

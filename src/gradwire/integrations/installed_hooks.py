@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,23 +14,8 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.base import CommHook
 from gradwire.interop import as_torch_hook
+from gradwire.interop.ddp_hook import TorchDdpHook
 from gradwire.parallel import DistributedDataParallel
-
-
-class InstalledHook(Protocol):
-    """What gradwire's DDP and the functions of `as_torch_hook` have in common."""
-
-    def hook_state_dict(self) -> dict[str, Any]:
-        """The hook's state on this rank."""
-
-    def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore a saved state. Every rank calls it, between steps."""
-
-    def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Run outer steps after this optimizer's steps."""
-
-    def average_parameters(self) -> None:
-        """Average the parameters over all ranks."""
 
 
 def install_hook(model: nn.Module, hook: CommHook) -> None:
@@ -47,7 +31,7 @@ def install_hook(model: nn.Module, hook: CommHook) -> None:
         )
 
 
-def hook_controls(model: nn.Module) -> InstalledHook | None:
+def hook_controls(model: nn.Module) -> DistributedDataParallel | TorchDdpHook | None:
     """The gradwire hook of `model`, compiled or not; None if it is not a DDP, or has a torch-style hook or none."""
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, DistributedDataParallel):

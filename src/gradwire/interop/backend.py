@@ -26,12 +26,7 @@ from gradwire.interop.process_group import GradwireProcessGroup, as_process_grou
 Wrap = Callable[[Group], Group]
 
 
-def register_backend(
-    name: str = "gradwire",
-    *,
-    kind: str | BuildGroup = "gloo",
-    wrap: Wrap | None = None,
-) -> None:
+def register_backend(name: str = "gradwire", *, kind: str | BuildGroup = "gloo", wrap: Wrap | None = None) -> None:
     """Make `dist.init_process_group(name)` and `dist.new_group(backend=name)` create gradwire groups.
 
     `kind` moves the bytes: "gloo"; "shared_memory", for processes of one host; "hierarchical", for several hosts; "mpi", for

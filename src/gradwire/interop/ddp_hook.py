@@ -2,19 +2,15 @@
 
 Note [A group of its own]
 torch's DDP communicates too: with `find_unused_parameters` it all-reduces the map of used parameters once all buckets have been
-launched, from the thread that runs backward. A hook with several collectives may then still be running on its lane, and on one
-process group the order of the two would differ from rank to rank. So the hook communicates over a duplicate of DDP's process group,
-where nothing else is submitted.
+launched, while a hook with several collectives may still be running, and the order of the two would differ from rank to rank. So
+the hook communicates over a duplicate of DDP's process group.
 
-Making the duplicate is itself a collective, on the original group, so all ranks must make it at the same point. They do: it is made
-by the first bucket that DDP launches (or an earlier call that every rank makes, such as load_hook_state_dict). DDP launches its
-buckets in index order on every rank, from the thread of backward, and everything else that it submits in that step comes before
-the first bucket (buffers, in forward) or after the last (the map), from the same thread. `split` waits for all ranks before it
-returns.
+Making the duplicate is a collective on the original group, so all ranks make it at the same point: by the first bucket that DDP
+launches, or an earlier call that every rank makes. DDP launches its buckets in index order on every rank, from the thread of
+backward, and everything else that it submits comes before the first bucket or after the last, from the same thread.
 
-Where collectives are ordered by CUDA streams (NCCL) the whole reduction is enqueued from backward's thread, in program order, so
-the original group can be used. The same holds for groups that cannot be duplicated: their reductions run to completion before
-backward continues, without overlap.
+Where collectives are ordered by CUDA streams (NCCL) the whole reduction is enqueued from backward's thread, so the original group
+can be used. The same holds for groups that cannot be duplicated: their reductions complete before backward continues.
 """
 
 from __future__ import annotations
@@ -27,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.autograd.backward_end import at_backward_end
 from gradwire.errors import HookError, UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
@@ -34,15 +31,17 @@ from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.periodic.base import OuterHook, check_outer
-from gradwire.interop.step_checks import StepChecks
-from gradwire.policies import NonFinite
+from gradwire.policies import NonFinite, check_policies
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
-from gradwire.reducer.buckets.layout import plain_name
+from gradwire.reducer.buckets.layout import ParameterSpec, plain_name
 from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
+from gradwire.reducer.checks.nonfinite import NonFiniteChecked, Overwritten
+from gradwire.reducer.hook.driver import Finished, Pending
 from gradwire.reducer.hook.outer_optimizer import cut
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.model_events import ModelEvents
+from gradwire.reducer.reductions import StepRejected, StepSkipped
 
 
 class TorchDdpHook(Protocol):
@@ -250,6 +249,52 @@ def _as_exception(error: BaseException, hook: CommHook, spec: BucketSpec) -> Exc
     return ended
 
 
+class StepChecks:
+    """Checks of gradients in torch's own DDP, after it has written its averages and before backward returns.
+
+    The end of backward is reported before torch has put the averages back, and an exception at that point would leave torch's
+    reducer unfinished for good. So the check queues itself once more, behind torch.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]], policy: NonFinite, *, doing: str) -> None:
+        check_policies(nonfinite=(policy, NonFinite))
+        self._specs = [ParameterSpec.of(name, p) for name, p in named if p.requires_grad]
+        self._policy = policy
+        self._checked: NonFiniteChecked | None = None
+        self._parameters: list[Tensor] = []
+        self._steps = -1
+        if policy is not NonFinite.PASS and not self._specs:
+            raise UsageError(f"{doing}: errors name parameters. Pass named_parameters=model.named_parameters().")
+
+    def start(self, runner: HookRunner, bucket: GradBucket, *, overlap: bool) -> Pending:
+        """Start the reduction of a bucket, or run it to its end where it must not overlap with torch's."""
+        if self._policy is NonFinite.PASS:
+            return runner.start(bucket) if overlap else Finished(runner.run(bucket))
+        if self._checked is None:
+            self._checked = NonFiniteChecked(runner, self._specs, self._policy, overwritten=Overwritten.ALL)
+        if bucket.index() == 0:
+            self._steps += 1
+            self._checked.drop_step()  # of a backward that has failed
+            self._parameters = []
+            at_backward_end(self._launched)
+        self._parameters += bucket.parameters()
+        return self._checked.start(bucket) if overlap else Finished(self._checked.run(bucket))
+
+    def _launched(self) -> None:
+        at_backward_end(self._averaged)
+
+    def _averaged(self) -> None:
+        assert self._checked is not None
+        parameters, self._parameters = self._parameters, []
+        error = self._checked.verify(self._steps)
+        self._checked.drop_step()
+        if isinstance(error, StepSkipped):
+            for parameter in parameters:
+                parameter.grad = None
+        elif error is not None:
+            raise error.error if isinstance(error, StepRejected) else error
+
+
 class _OwnGroup:
     """Makes the group on first use. See Note [A group of its own]."""
 
@@ -301,9 +346,6 @@ class _OwnGroup:
         """Close the duplicate; a group that was given stays open."""
         if self._made is not None and self._made is not self._original:
             self._made.close()
-        if (
-            self._original is not None
-            and self._pg is not None
-            and getattr(self._pg, "group", None) is not self._original
-        ):
+        given_or_inside = self._pg is None or getattr(self._pg, "group", None) is self._original
+        if self._original is not None and not given_or_inside:
             self._original.close()

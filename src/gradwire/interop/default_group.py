@@ -1,12 +1,9 @@
 """The default process group: that of `gw.init()`, else torch.distributed's default.
 
 Note [One world in a process]
-A model that is built without a group must find the one that `gw.init()` made, wherever in the program that was called. So it is
-kept for the whole process, in `WORLD`, as torch.distributed keeps its default group: a launcher starts one world per process, and
-the environment that defines its rank is per process too. A group that was closed is no longer found. A forked process is not a rank
-and finds none; the group it inherited would be torn down twice.
-
-The world's group takes precedence over torch's default one: a program that has both called `gw.init()` so that models use it.
+A model that is built without a group uses the one that `gw.init()` made. It is kept for the whole process, in `WORLD`, as
+torch.distributed keeps its default group: a launcher starts one world per process. A group that was closed is no longer found. A
+forked process is not a rank and finds none; the group it inherited would be torn down twice.
 """
 
 from __future__ import annotations

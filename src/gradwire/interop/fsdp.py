@@ -39,13 +39,7 @@ class FsdpHook:
     """One hook on the shards of one FSDP module. Call it with the flat tensor, which is reduced in place."""
 
     def __init__(
-        self,
-        hook: CommHook,
-        group: Group,
-        parts: Sequence[tuple[str, tuple[int, ...]]],
-        *,
-        like: Tensor,
-        doing: str,
+        self, hook: CommHook, group: Group, parts: Sequence[tuple[str, tuple[int, ...]]], *, like: Tensor, doing: str
     ) -> None:
         check_hooks(doing, hook=hook)
         if hook.local:
@@ -98,7 +92,13 @@ class FsdpHook:
         if numel != flat.numel():
             if parts and not self._warned:
                 self._warned = True
-                warnings.warn(_lengths(self._doing, numel, flat.numel(), [name for name, _ in parts]), stacklevel=2)
+                warnings.warn(
+                    f"{self._doing}: FSDP reduces {flat.numel()} elements, but the given parameters "
+                    f"({', '.join(name for name, _ in parts)}) have {numel}. So the hook sees one unnamed row: no names, no "
+                    "shapes, no state per parameter. Pass the parameters that get a gradient in every step, as "
+                    "fsdp_parameters(model) yields them once parameters are frozen.",
+                    stacklevel=2,
+                )
             parts = ((f"{flat.numel()} elements", (flat.numel(),)),)
         return _bucket(parts, 0 if parts is self._parts else flat.numel(), flat)
 
@@ -211,14 +211,6 @@ def fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, list[tuple[str, nn.
             owned.setdefault(owner, []).append((name, parameter))
     for owner, named in owned.items():
         yield modules[owner], named
-
-
-def _lengths(doing: str, given: int, reduced: int, names: Sequence[str]) -> str:
-    return (
-        f"{doing}: FSDP reduces {reduced} elements, but the given parameters ({', '.join(names)}) have {given}. So the hook sees "
-        "one unnamed row: no names, no shapes, no state per parameter. Pass the parameters that get a gradient in every step, as "
-        "fsdp_parameters(model) yields them once parameters are frozen."
-    )
 
 
 def _first(named: Sequence[tuple[str, Tensor]]) -> Tensor:

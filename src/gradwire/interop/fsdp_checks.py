@@ -1,13 +1,11 @@
 """Checks of what hooks reduce inside FSDP: whether it is finite, decided by all ranks together when backward has ended.
 
-Note [Who decides]
-A rank sees shards: a NaN in one of them is on no rank that holds the others, and a rank that decided with its replicas alone would
-leave the rest waiting. So all ranks that train the model exchange 8 bytes at the end of each backward, over one group of them all.
+A NaN in one shard is on no rank that holds the others, so all ranks that train the model exchange 8 bytes at the end of each
+backward, over one group of them all.
 
 Note [Before the end]
 Hooks run one module after another while backward goes on, and FSDP frees what they reduced. So everything is examined then, and
-nothing but what was found is kept. FSDP queues its own end of backward before any hook runs, so it is over when the check begins:
-all gradients are there, and an exception leaves nothing unfinished.
+nothing but what was found is kept. FSDP queues its own end of backward before any hook runs, so it has ended when the check begins.
 """
 
 from __future__ import annotations
@@ -25,13 +23,7 @@ from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.policies import NonFinite, check_policies
-from gradwire.reducer.checks.nonfinite_report import (
-    NonFiniteHandler,
-    NonFiniteReport,
-    RankFindings,
-    any_rank,
-    exchange,
-)
+from gradwire.reducer.checks.nonfinite_report import NonFiniteHandler, NonFiniteReport, RankFindings, any_rank, exchange
 from gradwire.reducer.checks.nonfinite_search import Found, Look, Search, examine, narrowest
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.reductions import StepSkipped

@@ -5,10 +5,9 @@ torch calls its own in the C++ dispatcher, which a process group written in Pyth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -21,14 +20,12 @@ from gradwire.groups.base import Group
 from gradwire.interop.work import NAMES
 from gradwire.runtime.dynamo import untraced
 
-_SEVERAL: Mapping[OpKind, str] = MappingProxyType(
-    {
-        OpKind.ALL_REDUCE: "ALLREDUCE_COALESCED",
-        OpKind.ALL_GATHER: "ALLGATHER_COALESCED",
-        OpKind.ALL_GATHER_INTO_TENSOR: "ALLGATHER_INTO_TENSOR_COALESCED",
-        OpKind.REDUCE_SCATTER_TENSOR: "REDUCE_SCATTER_TENSOR_COALESCED",
-    }
-)
+_SEVERAL = {
+    OpKind.ALL_REDUCE: "ALLREDUCE_COALESCED",
+    OpKind.ALL_GATHER: "ALLGATHER_COALESCED",
+    OpKind.ALL_GATHER_INTO_TENSOR: "ALLGATHER_INTO_TENSOR_COALESCED",
+    OpKind.REDUCE_SCATTER_TENSOR: "REDUCE_SCATTER_TENSOR_COALESCED",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,11 +205,7 @@ class GradwireProcessGroup(ProcessGroupBase):
 
 
 def as_process_group(
-    group: Group,
-    *,
-    devices: Sequence[str] | None = None,
-    backend_name: str = "gradwire",
-    store: Store | None = None,
+    group: Group, *, devices: Sequence[str] | None = None, backend_name: str = "gradwire", store: Store | None = None
 ) -> GradwireProcessGroup:
     """A torch.distributed.ProcessGroup that communicates through `group`. Keep it as long as torch uses it.
 

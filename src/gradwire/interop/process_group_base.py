@@ -193,19 +193,11 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
             part.set_timeout(timeout)
         return part
 
-    def merge_remote_group(self, *args: object, **named: object) -> Any:
-        """Not possible: a gradwire group has the members it was made with."""
-        raise UsageError(f"merge_remote_group on {self.group}: its members are fixed. Make a new group over a store.")
+    def reconfigure(self, *args: object, **named: object) -> Any:
+        """Not possible, under any of its three names: a gradwire group has the members it was made with."""
+        raise UsageError(f"changing the members of {self.group}: they are fixed. Make a new group over a store.")
 
-    def get_reconfigure_handle(self) -> str:
-        """Not possible, see `reconfigure`."""
-        raise UsageError(
-            f"get_reconfigure_handle of {self.group}: its members are fixed. Make a new group over a store."
-        )
-
-    def reconfigure(self, opts: object) -> Any:
-        """Not possible: a gradwire group has the members it was made with."""
-        raise UsageError(f"reconfigure of {self.group}: its members are fixed. Make a new group over a store.")
+    merge_remote_group = get_reconfigure_handle = reconfigure
 
     def new_window(self, tensor: Tensor | None = None) -> Any:
         """Not possible: there are no one-sided operations."""

@@ -1,20 +1,15 @@
 """`TorchWork`: a torch.distributed.Work over gradwire's Work, so that torch can wait for a gradwire group.
 
 Note [Who keeps a Work alive]
-c10d's C++ reaches a Work written in Python through a trampoline that finds its methods only while the Python object lives.
-The torch versions we support wrap what a Python group returns in a holder with a reference to that object, so a Work that
-only C++ references, such as the one behind a functional collective, stays intact. The gradwire Work inside needs no such care:
-the group's ledger holds it until it is settled, even if the caller drops it.
-
-There is one exception: the count of active ranks in `DistributedDataParallel.join`, a Work that Python passes to the C++ reducer
-and drops. C++ would then call the empty base class, which waits forever. So a small Work that is dropped before anyone has waited
-for it is kept by its process group, among the last `KEPT` of them. It is waited for at the end of the backward, at the latest.
+c10d's C++ reaches a Work written in Python through a trampoline that finds its methods only while the Python object lives. torch
+keeps a reference to what a Python group returns, with one exception: the count of active ranks in `DistributedDataParallel.join`, a
+Work that Python passes to the C++ reducer and drops. C++ would then call the empty base class, which waits forever. So a small Work
+that is dropped before anyone has waited for it is kept by its process group, among the last `KEPT` of them.
 
 Note [Errors in futures]
-`torch.futures.Future.set_exception` stores the exception as a value that Python's `wait()` and `value()` raise. C++ reads the
-value itself: torch 2.13's reducer takes it for a list of tensors and crashes with a segmentation fault. So a future returned
-here also fails in C++, at the price of the type: `get_future().wait()` raises RuntimeError with our message in it, as the
-futures of c10d's own engines do. `TorchWork.wait()` keeps the type and the attributes.
+`torch.futures.Future.set_exception` stores the exception as a value that Python raises. C++ reads the value itself: torch 2.13's
+reducer takes it for a list of tensors and crashes. So a future returned here also fails in C++, at the price of the type:
+`get_future().wait()` raises RuntimeError with our message in it. `TorchWork.wait()` keeps the type and the attributes.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@ Each host has its own address, loopback device and host name; a process that run
 whose rate can be limited. Needs Linux, root, and `ip` (and `tc`, for a rate).
 
 Note [What makes a host]
-A network namespace does not separate memory: processes in different ones can share it, and containers of one pod do. So
-`host_identity` ignores the network, and would identify all of these as one host. It does use host names; so a process here gets a
-UTS namespace too, with the name of its host. This also makes the test realistic: ranks on different hosts do not see each other's
-processes die.
+`host_identity` uses host names and ignores the network, since processes in different network namespaces can share memory. So a
+process here gets a UTS namespace too, with the name of its host.
 """
 
 from __future__ import annotations

@@ -8,19 +8,13 @@ link: its bytes follow those of the previous operation, and arrive one latency a
     arrived = sent + latency
 
 so two operations in flight share the rate but not the latency, like packets on a wire. The bytes are those that the best algorithm
-makes a rank send (`collectives.traffic`), or receive if it only receives. The clock of an operation starts when the inner group
-has finished it, hence when the last rank has joined: the inner group's time is added, so use a fast one. Groups made by `split`
-use the same link.
-
-Note [How exact it is]
-An operation is never faster than the formula. How much later it ends depends on how late the system wakes a sleeping thread: a
-tenth of a millisecond on an idle machine, some milliseconds on a busy one. Other effects of a real link, such as slow start, loss,
-headers (about 4 %) and a lower rate for many small packets, are not modeled: `hosts(n, mbit=...)` has all of them.
+makes a rank send (`collectives.traffic`), or receive if it only receives. The inner group's time is added, so use a fast one.
+Groups made by `split` use the same link. An operation is never faster than the formula, and later by as much as the system takes to
+wake a thread. Slow start, loss and headers are not modeled: `hosts(n, mbit=...)` has all of them.
 
 Note [Who delivers]
 The thread that settles an operation runs the callbacks of its future, and torch's PowerSGD hook starts another operation there and
-waits for it. A single thread that settles all operations would then wait for itself. So each operation has its own thread for as
-long as it is on the link.
+waits for it. So each operation has its own thread for as long as it is on the link.
 """
 
 from __future__ import annotations

@@ -59,29 +59,25 @@ def broadcast_coalesced(
         raise UsageError(f"broadcast_coalesced: buffer_size {buffer_size}. It must be more than 0 bytes.")
     if not 0 <= src < group.size:
         raise UsageError(f"broadcast_coalesced: src {src}, but the group has ranks 0 to {group.size - 1}.")
-    flat = {i: t.detach().view(-1) for i, t in enumerate(tensors) if t.is_contiguous()}
-    scattered = {i: t.detach().reshape(-1) for i, t in enumerate(tensors) if i not in flat}
+    flat = [t.detach().reshape(-1) for t in tensors]  # copies of those that are not contiguous
     flight: deque[tuple[Work, list[Piece], Tensor]] = deque()
 
     def land() -> None:
         work, pieces, buffer = flight.popleft()
         work.wait()
-        offset = 0
-        for i, start, stop in pieces:
-            target = flat.get(i, scattered.get(i))
-            assert target is not None
-            part = buffer[offset : offset + stop - start]
-            if target[start:stop].data_ptr() != part.data_ptr():
-                target[start:stop].copy_(part)
-            offset += stop - start
+        parts = buffer.split([stop - start for _, start, stop in pieces])
+        for (i, start, stop), part in zip(pieces, parts, strict=True):
+            if flat[i][start:stop].data_ptr() != part.data_ptr():
+                flat[i][start:stop].copy_(part)
 
     for number, pieces in enumerate(plan(tensors, buffer_size)):
-        rows = [(flat[i] if i in flat else scattered[i])[start:stop] for i, start, stop in pieces]
+        rows = [flat[i][start:stop] for i, start, stop in pieces]
         buffer = rows[0] if len(rows) == 1 else torch.cat(rows)
         flight.append((group.submit(broadcast(buffer, src=src, label=f"broadcast_coalesced {number}")), pieces, buffer))
         if len(flight) == _IN_FLIGHT:
             land()
     while flight:
         land()
-    for i, row in scattered.items():
-        tensors[i].detach().copy_(row.view(tensors[i].shape))
+    for t, row in zip(tensors, flat, strict=True):
+        if not t.is_contiguous():
+            t.detach().copy_(row.view(t.shape))

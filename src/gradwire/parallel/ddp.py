@@ -21,14 +21,13 @@ from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.interop import as_process_group, from_process_group
 from gradwire.interop.default_group import default_process_group, is_default, mesh_group
-from gradwire.parallel.delayed_allreduce import Delayed
 from gradwire.parallel.hook_controls import HookControls
 from gradwire.parallel.join import UnevenInputs
 from gradwire.parallel.logging_data import Logger
 from gradwire.parallel.manual_finalize import ManualFinalization
 from gradwire.parallel.mixed_precision import MixedPrecision
 from gradwire.parallel.replica import Replica, ReplicaPolicies
-from gradwire.parallel.torch_arguments import Flags, check_devices, move_to
+from gradwire.parallel.torch_arguments import Delayed, Flags, check_devices, move_to
 from gradwire.parallel.torch_surface import BufferHook, ReducerCompat, TorchSurface
 from gradwire.parallel.trainable import check_module
 from gradwire.policies import NonFinite
@@ -103,7 +102,9 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
         self.batched_grad_copy = batched_grad_copy
         self.nonfinite = nonfinite
         self.mixed_precision = mixed_precision
-        self._mixed = MixedPrecision.of(module, mixed_precision, self.parameters_to_ignore)
+        self._mixed: MixedPrecision | None = None
+        if mixed_precision is not None:
+            self._mixed = MixedPrecision(module, mixed_precision, self.parameters_to_ignore)
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._fused_optimizers_checked = False
         self._build(init_sync=init_sync)
@@ -142,7 +143,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
             ),
             sync_at_start=init_sync,
         )
-        self._apply_manual()
+        self.replica.reducer.manual = self._manual
         self.reducer = ReducerCompat(self.replica)
         self.logger = Logger(self)
         self._uneven = UnevenInputs(self.replica, weakref.ref(self))
@@ -290,10 +291,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
     # -- uneven inputs ---------------------------------------------------------------------------------------------------
 
     def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> AbstractContextManager[Any]:
         """Train with uneven inputs across ranks: a rank that has run out of inputs shadows the others' collectives."""
         return self._uneven.context(self, divide_by_initial_world_size, enable, throw_on_early_termination)

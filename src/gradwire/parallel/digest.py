@@ -1,13 +1,8 @@
 """A digest of 8 bytes of a tensor's bits, the same on the CPU and on a GPU, where it is computed without a copy to the host.
 
-Note [The digest]
-Bytes are read as words of 64 bits. Each word, plus a multiple of its place, goes through the finalizer of splitmix64 (Steele,
-Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), and the results are added up. The finalizer is a bijection, so a
-change within one word always changes the sum: one flipped bit cannot be missed. Changes in several words cancel with a probability
-of about 2**-64. Against intent it is no protection.
-
-It takes about 1 ms per MB on one core, eight times as long as xxh3, which cannot read a GPU's memory; once in a hundred steps
-neither can be noticed.
+Each word of 64 bits, plus a multiple of its place, goes through the finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable
+Pseudorandom Number Generators, 2014), and the results are added up. The finalizer is a bijection, so one flipped bit cannot be
+missed; changes in several words cancel with a probability of about 2**-64. About 1 ms per MB on one core.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from gradwire.groups.work import Work
 from gradwire.parallel.replica import Replica
 
 
-class UnevenInputs:
-    """One replica's part in torch's Join."""
+class UnevenInputs(JoinHook):
+    """One replica's part in torch's Join, which runs the hook on a rank that has run out of inputs, until all have joined."""
 
     def __init__(self, replica: Replica, ddp: weakref.ref[Any]) -> None:
         self._replica = replica
@@ -55,7 +55,7 @@ class UnevenInputs:
         ddp = self._ddp()
         if ddp is not None and ddp.logger is not None:
             ddp.logger.joins_uneven_inputs()
-        return _ShadowHook(self)
+        return self
 
     def before_forward(self, model: Joinable) -> None:
         """Take part in the count of ranks that still have inputs."""
@@ -73,7 +73,7 @@ class UnevenInputs:
         count, self._counted = self._submit(1.0)
         if config.throw_on_early_termination:
             self._counted.wait()
-            if self._ask(0.0):
+            if self.ask(0.0):
                 raise EarlyTermination(
                     "Detected at least one rank that exhausted inputs. Throwing across all ranks, because of "
                     "throw_on_early_termination=True."
@@ -81,15 +81,6 @@ class UnevenInputs:
         if not self._divide_by_all:
             self._counted.wait()
             replica.runner.divisor = int(count.item())
-
-    def count_training(self) -> int:
-        """How many ranks still have inputs; this one has none."""
-        return int(self._ask(0.0))
-
-    def terminate_early(self) -> NoReturn:
-        """Fail on all ranks because this one has run out of inputs."""
-        self._ask(1.0)
-        raise EarlyTermination(f"Rank {self._replica.group.rank} exhausted all inputs.")
 
     def exit(self, error: BaseException | None, shadow: Callable[[], None]) -> None:
         """Leave the context: with `error`, on all ranks; without one, once `shadow` has matched the steps of all other ranks."""
@@ -110,30 +101,31 @@ class UnevenInputs:
         answer = torch.tensor([value], device=self._replica.parameters[0].device)
         return answer, self._replica.group.submit(all_reduce(answer, op=op, label="uneven inputs"))
 
-    def _ask(self, value: float, op: ReduceOp = ReduceOp.SUM) -> float:
+    def ask(self, value: float, op: ReduceOp = ReduceOp.SUM) -> float:
+        """The sum, or another reduction, of `value` over all ranks."""
         answer, work = self._submit(value, op)
         work.wait()
         return answer.item()
 
     def announce_sync(self, sync: bool) -> None:
         """Announce to the ranks that have joined whether this step's backward synchronizes, and so how many ranks still train."""
-        self._ask(float(sync))
+        self.ask(float(sync))
         if self._counted is not None:
             self._counted.wait()  # returns at once: the operation after it has finished
             self._counted = None
 
     def common_rank(self, candidate: bool) -> int:
         """The highest rank that is a candidate. Every rank calls it."""
-        return int(self._ask(float(self._replica.group.rank if candidate else -1), ReduceOp.MAX))
+        return int(self.ask(float(self._replica.group.rank if candidate else -1), ReduceOp.MAX))
 
-    def shadow_step(self) -> None:
+    def main_hook(self) -> None:
         """Match the collectives of one step of the ranks that still have inputs."""
         replica = self._replica
         replica.reducer.rebuild()
         ddp = self._ddp()
         if ddp is not None and ddp.will_sync_module_buffers():
             replica.state.sync_buffers(self.common_rank(False))
-        training = int(self._ask(0.0))
+        training = int(self.ask(0.0))
         replica.sync_buffers_next = training > 0
         if not replica.sync_buffers_next:
             return
@@ -149,7 +141,7 @@ class UnevenInputs:
         finally:
             runner.weight = weight
 
-    def sync_final(self, is_last_joiner: bool) -> None:
+    def post_hook(self, is_last_joiner: bool) -> None:
         """Give all ranks the model of a rank that joined last."""
         self.authoritative_rank = self.common_rank(is_last_joiner)
         self._replica.state.broadcast(self.authoritative_rank)
@@ -184,22 +176,8 @@ class _Join(Join):
                 joinable._join_config = _JoinConfig.construct_disabled_join_config()
 
     def _get_num_nonjoined_procs(self) -> int:
-        return self._uneven.count_training()
+        return int(self._uneven.ask(0.0))
 
-    def _notify_procs_to_terminate(self) -> None:
-        self._uneven.terminate_early()
-
-
-class _ShadowHook(JoinHook):
-    """What torch's Join runs on a rank that has run out of inputs: the collectives of the others' steps, until all have joined."""
-
-    def __init__(self, inputs: UnevenInputs) -> None:
-        self._inputs = inputs
-
-    def main_hook(self) -> None:
-        """Shadow one step of the other ranks."""
-        self._inputs.shadow_step()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """All have joined."""
-        self._inputs.sync_final(is_last_joiner)
+    def _notify_procs_to_terminate(self) -> NoReturn:
+        self._uneven.ask(1.0)
+        raise EarlyTermination(f"Rank {self._rank} exhausted all inputs.")

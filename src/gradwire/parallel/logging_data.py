@@ -18,32 +18,62 @@ from gradwire.hooks.base import CommHook
 from gradwire.interop.default_group import backend_name
 from gradwire.policies import Graph
 from gradwire.reducer import BucketLayout
+from gradwire.runtime.threads import weakly
 
 _FIRST_STEPS = 10
 
 
-class StepStats:
-    """Times of the current step and averages over the sampled ones, in nanoseconds."""
+_ENVIRONMENT = {
+    "master_port": "MASTER_PORT",
+    "master_addr": "MASTER_ADDR",
+    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
+    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
+}
+_GLOO_ENVIRONMENT = {"gloo_socket_ifname": "GLOO_SOCKET_IFNAME", "gloo_device_transport": "GLOO_DEVICE_TRANSPORT"}
+_DTYPE_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+}
 
-    LISTENS_TO = (BackwardEnded, BucketLaunched, BucketReduced, StepEnded)
-    """Not GradientReady, which would require a hook call for every gradient."""
 
-    def __init__(self) -> None:
+_LISTENS_TO = (BackwardEnded, BucketLaunched, BucketReduced, StepEnded)
+"""Not GradientReady, which would require a hook call for every gradient."""
+
+
+class Logger:
+    """Collects what `_get_ddp_logging_data` returns. Times of steps are in nanoseconds."""
+
+    def __init__(self, ddp: Any) -> None:
         self.sample_rate = 100
-        self.iteration = -1
-        self.samples = 0
-        self.last: dict[str, int] = {}
+        self._iteration = -1
+        self._samples = 0
+        self._last: dict[str, int] = {}
         self._totals: dict[str, int] = {}
         self._now: dict[str, float] = {}
+        self._listening: Handle | None = None
+        self._replica = ddp.replica
+        self._fixed = _construction_data(ddp)
+        self._comm_hooks = ddp._comm_hooks
+        self._error: str | None = None
 
-    def forward_begins(self) -> bool:
-        """Call when a synchronized forward begins. Whether its step is sampled."""
-        self.iteration += 1
+    def forward_begins(self) -> None:
+        """Listen to the reducer during sampled steps only."""
+        self._iteration += 1
         self._now = {"forward": time.perf_counter()}
-        return self.iteration < _FIRST_STEPS or self.iteration % self.sample_rate == 0
+        sampled = self._iteration < _FIRST_STEPS or self._iteration % self.sample_rate == 0
+        if sampled and self._listening is None:
+            self._listening = self._replica.reducer.events.listen(weakly(self._listen), only=_LISTENS_TO)
+        elif not sampled and self._listening is not None:
+            self._listening.remove()
+            self._listening = None
 
-    def listen(self, event: Event) -> None:
-        """An event of the reducer."""
+    def forward_ends(self) -> None:
+        """The time from here on counts as backward."""
+        self._now["backward"] = time.perf_counter()
+
+    def _listen(self, event: Event) -> None:
         now = self._now
         if isinstance(event, BackwardEnded):
             now["computed"] = event.time
@@ -65,67 +95,17 @@ class StepStats:
             "backward_comm_time": reduced - launched,
             "backward_compute_comm_overlap_time": max(0.0, min(computed, reduced) - launched),
         }
-        self.samples += 1
+        self._samples += 1
         for name, seconds in times.items():
             ns = max(1, int(seconds * 1e9)) if "overlap" not in name else int(seconds * 1e9)
-            self.last[name] = ns
+            self._last[name] = ns
             self._totals[name] = self._totals.get(name, 0) + ns
-        self.last["forward_compute_time_start"] = int(now["forward"] * 1e9)
-        self.last["backward_compute_time_start"] = int(begin * 1e9)
-        self.last["backward_compute_time_end"] = int(computed * 1e9)
-        self.last["backward_comm_time_start"] = int(launched * 1e9)
-        self.last["backward_comm_time_end"] = int(reduced * 1e9)
-        self.last["iteration"] = self.iteration
-
-    def forward_ends(self) -> None:
-        """Call when the forward ends: the time until the first gradient counts as backward."""
-        self._now["backward"] = time.perf_counter()
-
-    def data(self) -> dict[str, Any]:
-        """The last sample, and averages."""
-        averages = {f"avg_{name}": total // self.samples for name, total in self._totals.items()}
-        return {**self.last, **averages}
-
-
-_ENVIRONMENT = {
-    "master_port": "MASTER_PORT",
-    "master_addr": "MASTER_ADDR",
-    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
-    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
-}
-_GLOO_ENVIRONMENT = {"gloo_socket_ifname": "GLOO_SOCKET_IFNAME", "gloo_device_transport": "GLOO_DEVICE_TRANSPORT"}
-_DTYPE_NAMES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-}
-
-
-class Logger:
-    """Collects what `_get_ddp_logging_data` returns."""
-
-    def __init__(self, ddp: Any) -> None:
-        self.stats = StepStats()
-        self._listening: Handle | None = None
-        self._replica = ddp.replica
-        self._fixed = _construction_data(ddp)
-        self._comm_hooks = ddp._comm_hooks
-        self._error: str | None = None
-
-    def forward_begins(self) -> None:
-        """Listen to the reducer during sampled steps only."""
-        sampled = self.stats.forward_begins()
-        if sampled and self._listening is None:
-            self._listening = self._replica.reducer.events.listen(self.stats.listen, only=StepStats.LISTENS_TO)
-        elif not sampled and self._listening is not None:
-            self._listening.remove()
-            self._listening = None
-
-    def forward_ends(self) -> None:
-        """The time from here on counts as backward."""
-        if self._listening is not None:
-            self.stats.forward_ends()
+        self._last["forward_compute_time_start"] = int(now["forward"] * 1e9)
+        self._last["backward_compute_time_start"] = int(begin * 1e9)
+        self._last["backward_compute_time_end"] = int(computed * 1e9)
+        self._last["backward_comm_time_start"] = int(launched * 1e9)
+        self._last["backward_comm_time_end"] = int(reduced * 1e9)
+        self._last["iteration"] = self._iteration
 
     def joins_uneven_inputs(self) -> None:
         """The model trains with uneven inputs."""
@@ -138,7 +118,8 @@ class Logger:
     def data(self) -> dict[str, Any]:
         """The current logging data."""
         status = self._replica.reducer.status
-        data = {**self._fixed, **self.stats.data()}
+        averages = {f"avg_{name}": total // self._samples for name, total in self._totals.items()}
+        data = {**self._fixed, **self._last, **averages}
         error = self._error or status.last_error
         if error is not None:
             data |= {"has_error": 1, "error": error}

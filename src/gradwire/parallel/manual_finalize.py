@@ -38,7 +38,7 @@ class ManualFinalization:
         if self.replica.reducer.status.in_backward:
             raise NotFinalizable(f"{doing}: a backward is not finalized yet. Set it before a forward.")
         self._manual = bool(required)
-        self._apply_manual()
+        self.replica.reducer.manual = self._manual
 
     @property
     def should_finalize_after_backward(self) -> bool:
@@ -72,10 +72,6 @@ class ManualFinalization:
                 f"{doing}: there is no reduction to finalize. Call it once after each synchronized backward."
             )
         reducer.finish()
-
-    def _apply_manual(self) -> None:
-        """Configure the reducer, in which every gradient calls then: the caller may finalize right after the last one."""
-        self.replica.reducer.manual = self._manual
 
     def _check_finalized(self) -> None:
         """Before a forward: the last backward must have been finalized. It still can be, so nothing is changed."""

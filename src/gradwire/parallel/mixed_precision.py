@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,11 +56,6 @@ class MixedPrecision:
                 parameter._mp_param = torch.empty(  # type: ignore[attr-defined]
                     0, dtype=self.param_dtype or parameter.dtype, device=parameter.device
                 )
-
-    @classmethod
-    def of(cls, module: nn.Module, config: Any, ignore: Collection[str]) -> MixedPrecision | None:
-        """From torch's argument `mixed_precision`."""
-        return None if config is None else cls(module, config, ignore)
 
     def hook(self) -> CommHook:
         """The mean in `reduce_dtype`, by default `param_dtype`."""
@@ -113,16 +108,6 @@ class MixedPrecision:
         return name in self._ignore or getattr(tensor, "_ddp_ignored", False)
 
 
-class _Swap(NamedTuple):
-    """One tensor that is replaced while the module runs."""
-
-    held: Any
-    name: str
-    full: Tensor
-    low: Tensor
-    is_buffer: bool
-
-
 class _Substitution:
     """The low-precision tensors of one forward, in or out of the module: see Note [Low precision by substitution]."""
 
@@ -132,7 +117,8 @@ class _Substitution:
     def __init__(self, mixed: MixedPrecision, module: nn.Module) -> None:
         self._mixed = mixed
         self._module = weakref.ref(module)
-        self._swaps: list[_Swap] = []
+        self._swaps: list[tuple[Any, str, Tensor, Tensor, bool]] = []
+        """Each replaced tensor: the dict that holds it, its name there, the tensor, its replacement, whether it is a buffer."""
         self._rnns: list[tuple[nn.RNNBase, Any, Any]] = []
         self._low: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -149,7 +135,7 @@ class _Substitution:
             if same is not full:
                 low = full.to(dtype)
                 self._low[id(full)] = (full, low)
-            self._swaps.append(_Swap(held, name, full, low, is_buffer))
+            self._swaps.append((held, name, full, low, is_buffer))
             held[name] = low
 
     def end(self) -> None:
@@ -170,9 +156,9 @@ class _Substitution:
     @untraced_call
     def repeat_in_backward_of(self, output: Any) -> None:
         """Substitute again while a backward from `output` runs."""
-        outputs = [t for t in tensors_in(output) if t.grad_fn is not None]
-        for tensor in outputs:
-            tensor.register_hook(self._backward_begins)
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._backward_begins)
 
     def _backward_begins(self, _: Tensor) -> None:
         if self not in self._active:

@@ -202,7 +202,7 @@ class TorchSurface:
         if sample_rate < 1:
             raise UsageError("DDP runtime logging sample rate should be equal or greater than 1")
         assert self.logger is not None
-        self.logger.stats.sample_rate = sample_rate
+        self.logger.sample_rate = sample_rate
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What the model was built with and how its steps went, under torch's names."""

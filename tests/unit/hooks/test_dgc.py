@@ -99,11 +99,9 @@ def test_refused_when_built(build: Any, words: str) -> None:
         build()
 
 
-def test_other_refusals() -> None:
+def test_it_cannot_be_a_stage() -> None:
     with pytest.raises(UsageTypeError, match="an all-reduce needs every element"):
         chain(dgc(0.1), mean())
-    with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
-        simulate(dgc(0.1), [torch.eye(3).to_sparse(1)])
 
 
 def test_repr() -> None:

@@ -11,18 +11,7 @@ from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import UsageTypeError
-from gradwire.hooks import (
-    BucketSpec,
-    CommHook,
-    Reduced,
-    Reduction,
-    Turn,
-    cast,
-    chain,
-    error_feedback,
-    mean,
-    top_k,
-)
+from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, cast, chain, error_feedback, mean, top_k
 from gradwire.hooks.combinators import feedback
 from gradwire.runtime import jit
 from gradwire.testing import check_hook, simulate

@@ -32,6 +32,7 @@ from gradwire.parallel import replicate
 from gradwire.reducer.hook.driver import Driver
 from gradwire.testing import check_hook, run_ranks, simulate
 from helpers.laws import SHORT_LAWS
+from helpers.models import mlp
 
 HALF = chain(cast(torch.bfloat16), mean())
 FED = chain(error_feedback(), cast(torch.bfloat16), mean())
@@ -206,11 +207,6 @@ def test_state_of_other_rows_of_the_same_number_is_dropped() -> None:
     assert owed([[0, 2], [1, 3]]) == [4.0, 0.0, 0.0, 4.0]
 
 
-def test_sparse_gradients_are_refused() -> None:
-    with pytest.raises(UsageError, match="its gradients are sparse"):
-        simulate(hierarchical(across=mean()), [torch.eye(2).to_sparse(1)] * 2, hosts=[[0], [1]])
-
-
 class Odd(CommHook):
     """Runs a script as its reduction."""
 
@@ -342,13 +338,8 @@ def train(model: nn.Module, rank: int) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-
-
 def test_replicas_train_with_it() -> None:
-    start = mlp()  # here: thread ranks share one generator, and would disturb each other's weights
+    start = mlp(seed=0)  # here: thread ranks share one generator, and would disturb each other's weights
 
     def rank_main(world: Group) -> tuple[Tensor, Tensor]:
         model = copy.deepcopy(start)

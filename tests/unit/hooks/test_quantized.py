@@ -15,17 +15,7 @@ from torch import Tensor, nn
 
 from gradwire.errors import UsageError
 from gradwire.groups import ThreadGroup
-from gradwire.hooks import (
-    BucketSpec,
-    CommHook,
-    chain,
-    diloco,
-    error_feedback,
-    mean,
-    partition,
-    quantize,
-    sign,
-)
+from gradwire.hooks import BucketSpec, CommHook, chain, diloco, error_feedback, mean, partition, quantize, sign
 from gradwire.hooks.compressors.quantized import codec, eager, loops
 from gradwire.hooks.compressors.quantized.layout import Layout, Part, Section, lay_out
 from gradwire.hooks.numerics.slices import Slices
@@ -465,21 +455,11 @@ def test_refused_when_built(make: Any, words: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("hook", [quantize(8), sign()], ids=repr)
-def test_sparse_gradients_are_refused(hook: CommHook) -> None:
-    with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
-        simulate(hook, [torch.eye(2).to_sparse(1)])
-
-
 def test_unsupported_parameters_are_refused_before_any_step() -> None:
     spec = BucketSpec(0, ("a.bias", "a.weight"), ((2,), (2, 2)), ((1,), (2, 1)), torch.float32, torch.device("cpu"))
     quantize({"*.bias": 8, "*": 4}).check(spec)
     with pytest.raises(UsageError, match=r"no pattern matches the parameter 'a.weight'"):
         quantize({"*.bias": 8}).check(spec)
-    for hook in (quantize(), sign(), chain(error_feedback(), quantize())):
-        hook.check(replace(spec, dtype=torch.complex64))
-        with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
-            hook.check(replace(spec, sparse=True))
 
 
 def test_set_hook_raises_for_unsupported_parameters() -> None:

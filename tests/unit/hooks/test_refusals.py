@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from gradwire import hooks
 from gradwire.errors import HookTypeError, UsageError, UsageTypeError
 from gradwire.groups import ThreadGroup
 from gradwire.hooks import (
+    BucketSpec,
     CommHook,
     Reduced,
     Reduction,
@@ -32,7 +34,9 @@ from gradwire.hooks import (
     partition,
     weighted_mean,
 )
+from gradwire.hooks.compressors.demo import DecoupledMomentum
 from gradwire.parallel import DistributedDataParallel
+from gradwire.testing import simulate
 
 HALF = chain(cast(torch.bfloat16), mean())
 FED = chain(error_feedback(), HALF)
@@ -168,6 +172,36 @@ def test_what_is_not_yet_a_hook_is_refused_with_the_missing_call(hook: Any, word
                 use(hook)
         with pytest.raises(HookTypeError, match=r"torch_style.*A torch-style hook goes to register_comm_hook"):
             model.set_hook(torch_style)  # type: ignore[arg-type]
+
+
+# -- sparse gradients ------------------------------------------------------------------------------------------------------
+
+DENSE_ONLY = [
+    *(
+        hooks.reduce_scatter_mean(),
+        weighted_mean(),
+        hooks.quantize(8),
+        hooks.sign(),
+        hooks.sign("majority"),
+        hooks.power_sgd(1),
+    ),
+    *(hooks.top_k(k=1), hooks.threshold(value=1.0), hooks.dgc(0.1), hooks.decoupled_momentum()),
+    *(every(2, mean()), hierarchical(across=mean()), FED, chain(hooks.random_k(0.5), mean())),
+    *(chain(stage, mean()) for stage in (hooks.clip(norm=1.0), hooks.clip(value=1.0), hooks.add_noise(std=1.0))),
+    *(chain(hooks.scaled_cast(dtype), mean()) for dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)),
+]
+
+
+@pytest.mark.parametrize("hook", DENSE_ONLY, ids=repr)
+def test_sparse_gradients_are_refused_before_any_step_and_in_one(hook: CommHook) -> None:
+    spec = BucketSpec(0, ("a",), ((3, 3),), ((3, 1),), torch.float32, torch.device("cpu"))
+    with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
+        hook.check(replace(spec, sparse=True))
+    with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
+        simulate(hook, [torch.eye(3).to_sparse(1)] * 2, hosts=[[0], [1]])
+    hook.check(spec)
+    if not isinstance(hook, DecoupledMomentum):  # its gradients must be real
+        hook.check(replace(spec, dtype=torch.complex64))
 
 
 ALLOWED: dict[str, Callable[[], CommHook]] = {

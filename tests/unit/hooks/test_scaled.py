@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -172,16 +170,6 @@ def test_refused_when_built() -> None:
     for inner in (weighted_mean(), top_k(k=1), reduce_scatter_mean(), chain(error_feedback(), mean())):
         with pytest.raises(UsageError, match=r"not summed by an engine.*Put mean\(\) inside"):
             chain(scaled_cast(torch.float8_e4m3fn), inner)
-
-
-@pytest.mark.parametrize("hook", HOOKS, ids=repr)
-def test_sparse_gradients_are_refused(hook: CommHook) -> None:
-    with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
-        simulate(hook, [torch.eye(3).to_sparse(1)])
-    spec = BucketSpec(0, ("a",), ((3, 3),), ((3, 1),), torch.float32, torch.device("cpu"), sparse=True)
-    with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):  # before any step
-        hook.check(spec)
-    hook.check(replace(spec, sparse=False, dtype=torch.complex64))
 
 
 def test_repr() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.errors import UsageError
 from gradwire.hooks import (
     BucketSpec,
     CommHook,
@@ -186,8 +185,3 @@ def test_every_obeys_the_laws(dtype: torch.dtype) -> None:
         after(2, every(2, mean())),
     ):
         check_hook(hook, dtype=dtype, laws=laws_in(dtype))
-
-
-def test_every_refuses_sparse_gradients() -> None:
-    with pytest.raises(UsageError, match="its gradients are sparse"):
-        simulate(every(2, mean()), [torch.eye(2).to_sparse(1)])

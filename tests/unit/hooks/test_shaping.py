@@ -145,12 +145,6 @@ def test_refused_when_built(build: Any, words: str) -> None:
         build()
 
 
-@pytest.mark.parametrize("stage", [clip(norm=1.0), clip(value=1.0), add_noise(std=1.0)])
-def test_sparse_gradients_are_refused(stage: Any) -> None:
-    with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
-        simulate(chain(stage, mean()), [torch.eye(3).to_sparse(1)])
-
-
 def test_repr_and_traits() -> None:
     hook = chain(clip(norm=1.0), add_noise(std=0.5, seed=4), mean())
     assert repr(hook) == "clip(norm=1.0) > add_noise(std=0.5, seed=4) > mean()"

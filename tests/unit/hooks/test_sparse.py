@@ -26,7 +26,7 @@ from gradwire.hooks import (
     threshold,
     top_k,
 )
-from gradwire.hooks.compressors.index_value_pairs import Format, Pairs
+from gradwire.hooks.compressors.sparse import Format, Pairs
 from gradwire.hooks.state import split_flat
 from gradwire.testing import check_hook, simulate
 from helpers.laws import laws_in
@@ -218,12 +218,6 @@ def test_chain_explains_why_they_are_not_stages(hook: CommHook) -> None:
         chain(hook, mean())
 
 
-@pytest.mark.parametrize("hook", [top_k(k=1), threshold(value=1.0), chain(random_k(0.5), mean())], ids=repr)
-def test_sparse_gradients_are_refused(hook: CommHook) -> None:
-    with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
-        simulate(hook, [torch.eye(3).to_sparse(1)])
-
-
 def test_indices_beyond_their_dtype_are_refused() -> None:
     with pytest.raises(UsageError, match=r"sent as torch.int32, which is too narrow.*Buckets\(from_start=True\)"):
         Format(torch.float32).check(2**31, "top_k")
@@ -231,15 +225,13 @@ def test_indices_beyond_their_dtype_are_refused() -> None:
 
 @pytest.mark.parametrize("hook", [top_k(k=1), threshold(value=1.0), chain(error_feedback(), top_k(k=1))], ids=repr)
 def test_unsupported_parameters_are_refused_before_any_step(hook: CommHook) -> None:
-    def bucket(numel: int, dtype: torch.dtype, *, sparse: bool = False) -> BucketSpec:
-        return BucketSpec(0, ("a",), ((numel,),), ((1,),), dtype, torch.device("cpu"), sparse)
+    def bucket(numel: int, dtype: torch.dtype) -> BucketSpec:
+        return BucketSpec(0, ("a",), ((numel,),), ((1,),), dtype, torch.device("cpu"))
 
     hook.check(bucket(2**31 - 1, torch.float32))
     for numel, dtype in ((2**31, torch.float32), (2**30, torch.complex64)):
         with pytest.raises(UsageError, match=r"a bucket of 2147483648 elements.*Buckets\(from_start=True\)"):
             hook.check(bucket(numel, dtype))
-    with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
-        hook.check(bucket(3, torch.float32, sparse=True))
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

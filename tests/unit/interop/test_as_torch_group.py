@@ -15,17 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import gradwire as gw
 from gradwire.errors import UsageError
 from gradwire.groups import Group
-from gradwire.hooks import (
-    CommHook,
-    cast,
-    chain,
-    error_feedback,
-    local_sgd,
-    mean,
-    power_sgd,
-    quantize,
-    top_k,
-)
+from gradwire.hooks import CommHook, cast, chain, error_feedback, local_sgd, mean, power_sgd, quantize, top_k
 from gradwire.interop import as_torch_hook
 from gradwire.testing import run_ranks
 

@@ -57,11 +57,7 @@ def test_before_every_forward_they_are_those_of_rank_0(reassign: bool, kind: str
     assert b == [0, [[2.0, 2.0], [3.0, 3.0], [4.0, 4.0]]]  # one step ahead of what it got from rank 0
 
 
-EXPECTED = {
-    Buffers.EVERY_FORWARD: [3.0, 4.0],
-    Buffers.AT_START: [3.0, 6.0],
-    Buffers.NEVER: [3.0, 7.0],
-}
+EXPECTED = {Buffers.EVERY_FORWARD: [3.0, 4.0], Buffers.AT_START: [3.0, 6.0], Buffers.NEVER: [3.0, 7.0]}
 
 
 @pytest.mark.parametrize("policy", list(Buffers), ids=lambda policy: policy.value)

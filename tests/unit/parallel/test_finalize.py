@@ -20,6 +20,7 @@ from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import BucketMemory, Buckets, Gradients
 from gradwire.testing import run_ranks
+from helpers.models import inputs
 
 SMALL = 0.0001
 FLAGS: dict[str, dict[str, Any]] = {
@@ -44,10 +45,6 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.relu(self.first(x)))
-
-
-def inputs(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def means(model: nn.Module, n: int, step: int) -> list[Tensor]:

@@ -16,6 +16,7 @@ from gradwire.errors import GraphChanged, GroupAborted, ReadyTwice, Unfinished
 from gradwire.groups import Group
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
+from helpers.models import inputs
 
 SMALL = 0.0001
 """MiB: buckets of a hundred bytes, so that a model has several."""
@@ -23,10 +24,6 @@ SMALL = 0.0001
 
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def inputs(rank: int, step: int = 0, rows: int = 3) -> Tensor:
-    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 class Branches(nn.Module):

@@ -131,10 +131,7 @@ SPEC = BucketSpec(0, ("a", "b"), ((2, 3), (4,)), ((3, 1), (1,)), torch.float32, 
 def test_hooks_of_one_structure_take_each_others_states(one: CommHook, other: CommHook) -> None:
     assert one.structure == other.structure
     states = states_of(one)
-    for taken in (
-        states.transfer_to(other, step=9),
-        from_dict(to_dict(states, rank=0, step=9), other, rank=0),
-    ):
+    for taken in (states.transfer_to(other, step=9), from_dict(to_dict(states, rank=0, step=9), other, rank=0)):
         assert taken.steps == 9
         assert taken.hook is other
         taken.of(SPEC)

@@ -24,16 +24,9 @@ from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import Buckets, ScaleCheck
 from gradwire.testing import run_ranks
+from helpers.models import inputs, mlp
 
 SMALL = 0.0001
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def inputs(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def done(value: Any) -> Future[Any]:

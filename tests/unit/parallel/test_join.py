@@ -19,17 +19,9 @@ from gradwire.groups import Group
 from gradwire.hooks import CommHook, Reduced, Reduction, Turn, cast, chain, mean, weighted_mean
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
+from helpers.models import inputs, mlp
 
 SMALL = 0.0001
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def inputs(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -80,7 +72,7 @@ def test_uneven_inputs(torch_world: Callable[..., Any]) -> None:
         with torch_world(group, "gloo"):
             for name, flags in FLAGS.items():
                 for divide in (True, False):
-                    done[f"{name} {divide}"] = train_unevenly(group, mlp(), divide=divide, **flags)
+                    done[f"{name} {divide}"] = train_unevenly(group, mlp(seed=0), divide=divide, **flags)
         return done
 
     a, *others = run_ranks(rank_main, 3, kind="gloo")
@@ -94,7 +86,7 @@ def test_all_in_step_again_after_join(torch_world: Callable[..., Any]) -> None:
 
     def rank_main(group: Group) -> None:
         with torch_world(group, "gloo"):
-            ddp = DDP(mlp(), bucket_cap_mb=SMALL, static_graph=True)
+            ddp = DDP(mlp(seed=0), bucket_cap_mb=SMALL, static_graph=True)
             for _ in range(2):
                 with ddp.join():
                     for step in range(0 if group.rank == 0 else BATCHES[group.rank]):
@@ -125,7 +117,7 @@ def test_buffers_hooks_and_weights_are_shadowed(torch_world: Callable[..., Any])
             with ddp.join():
                 for step in range(1 + 2 * group.rank):
                     ddp(inputs(group.rank, step)).pow(2).sum().backward()
-            weighted = DDP(mlp())
+            weighted = DDP(mlp(seed=0))
             weighted.register_comm_hook(None, weighted_mean())
             with weighted.join():
                 for step in range(1 + group.rank):
@@ -174,7 +166,7 @@ def test_a_rank_that_has_joined_divides_as_the_others_do(divide: bool) -> None:
                 step_down(ddp)
         return [p.detach().clone() for p in ddp.parameters()]
 
-    base = mlp()
+    base = mlp(seed=0)
     first, *others = run_ranks(rank_main, 3)
     assert all(torch.equal(p, q) for other in others for p, q in zip(first, other, strict=True))
 
@@ -182,7 +174,7 @@ def test_a_rank_that_has_joined_divides_as_the_others_do(divide: bool) -> None:
 def test_no_sync_under_join(torch_world: Callable[..., Any]) -> None:
     def rank_main(group: Group) -> int:
         with torch_world(group, "gloo"):
-            ddp = DDP(mlp())
+            ddp = DDP(mlp(seed=0))
             with ddp.join():
                 for step in range(4 + 2 * group.rank):
                     if step % 2 == 0:
@@ -198,7 +190,7 @@ def test_no_sync_under_join(torch_world: Callable[..., Any]) -> None:
 def test_early_termination_is_told_to_every_rank(torch_world: Callable[..., Any]) -> None:
     def rank_main(group: Group) -> int:
         with torch_world(group, "gloo"):
-            ddp, steps = DDP(mlp()), 0
+            ddp, steps = DDP(mlp(seed=0)), 0
             with pytest.raises(
                 RuntimeError, match="Rank 0 exhausted all inputs|Detected at least one rank that exhausted inputs"
             ):
@@ -213,7 +205,7 @@ def test_early_termination_is_told_to_every_rank(torch_world: Callable[..., Any]
 
 def test_join_over_a_group_of_threads() -> None:
     """Without torch.distributed initialized at all."""
-    base = mlp()
+    base = mlp(seed=0)
     for divide in (True, False):
         results = run_ranks(
             lambda group, divide=divide: train_unevenly(
@@ -264,7 +256,7 @@ def test_steps_after_join_communicate_as_before() -> None:
 def test_copies_and_pickles_of_a_model_on_the_default_group_train_on_their_own(torch_world: Callable[..., Any]) -> None:
     def rank_main(group: Group) -> None:
         with torch_world(group, "gloo"):
-            ddp = DDP(mlp(), bucket_cap_mb=SMALL)
+            ddp = DDP(mlp(seed=0), bucket_cap_mb=SMALL)
             ddp.register_comm_hook(None, chain(cast(torch.float64), mean()))
             for _ in range(4):
                 ddp(inputs(group.rank)).pow(2).sum().backward()
@@ -288,7 +280,7 @@ def test_copies_and_pickles_of_a_model_on_the_default_group_train_on_their_own(t
 
 def test_a_model_on_a_group_of_its_own_cannot_be_pickled() -> None:
     def rank_main(group: Group) -> None:
-        ddp = DDP(mlp(), process_group=group)
+        ddp = DDP(mlp(seed=0), process_group=group)
         with pytest.raises(NotPicklable, match="only supported when using DDP with the default process group"):
             copy.deepcopy(ddp)
         state = copy.deepcopy(ddp.state_dict())
@@ -299,4 +291,4 @@ def test_a_model_on_a_group_of_its_own_cannot_be_pickled() -> None:
 
 def test_without_a_default_group_the_error_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="Default process group has not been initialized.*pass your own group"):
-        DDP(mlp())
+        DDP(mlp(seed=0))

@@ -88,13 +88,7 @@ def test_every_rank_raises_with_rank_and_parameter_and_the_next_step_is_right(fl
 def test_every_hook(hook: Callable[[], CommHook]) -> None:
     def rank_main(group: Group) -> list[Tensor]:
         model = Model()
-        replica = replicate(
-            model,
-            group=group,
-            hook=hook(),
-            nonfinite=NonFinite.RAISE,
-            gradients=Gradients.COPIES,
-        )
+        replica = replicate(model, group=group, hook=hook(), nonfinite=NonFinite.RAISE, gradients=Gradients.COPIES)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in range(6):
             optimizer.zero_grad()

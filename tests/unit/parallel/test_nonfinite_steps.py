@@ -16,18 +16,7 @@ from torch import Tensor
 from gradwire import observe
 from gradwire.errors import NonFiniteGradient, Origin
 from gradwire.groups import Group, ThreadGroup
-from gradwire.hooks import (
-    CommHook,
-    chain,
-    dgc,
-    diloco,
-    error_feedback,
-    every,
-    mean,
-    power_sgd,
-    quantize,
-    top_k,
-)
+from gradwire.hooks import CommHook, chain, dgc, diloco, error_feedback, every, mean, power_sgd, quantize, top_k
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import Buckets, NonFinite, ScaleCheck

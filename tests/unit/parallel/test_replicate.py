@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradwire.errors import UsageError
 from gradwire.groups import Group, Recording, ThreadGroup
@@ -17,14 +17,7 @@ from gradwire.hooks import cast, chain, mean
 from gradwire.parallel import replicate
 from gradwire.policies import Buckets, Gradients, Graph
 from gradwire.testing import run_ranks
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def inputs(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+from helpers.models import inputs, mlp
 
 
 @pytest.fixture

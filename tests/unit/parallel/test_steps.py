@@ -21,16 +21,9 @@ from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import Replica, replicate
 from gradwire.policies import Graph
 from gradwire.testing import run_ranks
+from helpers.models import inputs, mlp
 
 SMALL = 0.0001
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def inputs(rank: int, step: int = 0, rows: int = 3) -> Tensor:
-    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 @pytest.fixture
@@ -47,7 +40,7 @@ def alone() -> Any:
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("form", ["ddp", "replicate"])
 def test_no_sync_accumulates_to_the_gradient_of_the_big_batch(views: bool, form: str) -> None:
-    model, micro_batches = mlp(), 3
+    model, micro_batches = mlp(hidden=2), 3
 
     def rank_main(group: Group) -> None:
         big = copy.deepcopy(model)
@@ -75,7 +68,7 @@ def test_no_sync_accumulates_to_the_gradient_of_the_big_batch(views: bool, form:
 def test_no_sync_sends_nothing_and_can_be_nested() -> None:
     def rank_main(group: Group) -> None:
         assert isinstance(group, Recording)
-        ddp = DDP(mlp(), process_group=group)
+        ddp = DDP(mlp(hidden=2), process_group=group)
         before = len(group.submitted)
         with ddp.no_sync():
             ddp(inputs(group.rank)).sum().backward()
@@ -141,7 +134,7 @@ def test_delayed_all_reduce_averages_when_the_trigger_comes(
     local_means: Callable[..., Any], assert_gradients: Callable[..., None]
 ) -> None:
     torch.manual_seed(0)
-    model = mlp()
+    model = mlp(hidden=2)
 
     def rank_main(group: Group) -> None:
         mine = copy.deepcopy(model)
@@ -178,7 +171,7 @@ def test_channels_last_gradients_keep_their_strides(views: bool) -> None:
 def test_mixed_precision_computes_narrow_and_keeps_parameters_and_gradients_wide() -> None:
     """Beyond torch, whose own needs CUDA events."""
     torch.manual_seed(0)
-    model = mlp()
+    model = mlp(hidden=2)
     narrow = SimpleNamespace(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=None)
 
     def rank_main(group: Group) -> Any:
@@ -310,7 +303,7 @@ def test_autograd_grad_leaves_the_reducer_alone(alone: Group) -> None:
 
 def test_the_weighted_mean_is_the_gradient_over_the_union_of_unequal_batches() -> None:
     torch.manual_seed(0)
-    model, rows = mlp(), [1, 5, 2]
+    model, rows = mlp(hidden=2), [1, 5, 2]
 
     def rank_main(group: Group) -> Any:
         ddp = DDP(copy.deepcopy(model), process_group=group, bucket_cap_mb=SMALL)

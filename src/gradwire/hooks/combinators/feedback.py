@@ -18,7 +18,7 @@ from gradwire.hooks.arguments import NamedStage
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Wrapped
-from gradwire.hooks.numerics.elementwise import check_dense, drop_nonfinite_, refuse_sparse, wide
+from gradwire.hooks.numerics.elementwise import drop_nonfinite_, wide
 from gradwire.hooks.state import bundle, join_flat, pick, split_flat
 from gradwire.runtime.jit import loop
 
@@ -33,9 +33,10 @@ class _Memory:
 class ErrorFeedback(Wrapped):
     """The stage of `error_feedback`."""
 
+    dense_only = True
+
     @property
     def traits(self) -> Trait:
-        """`REMEMBERS`, and those of the inner hook."""
         return self.inner.traits | Trait.REMEMBERS
 
     def __post_init__(self) -> None:
@@ -65,18 +66,12 @@ class ErrorFeedback(Wrapped):
                 "be undone in the next step. Put clip() and add_noise() to the left of error_feedback()."
             )
 
-    def check(self, spec: BucketSpec) -> None:
-        """Raise unless the bucket is dense and the inner hook accepts it."""
-        check_dense("error_feedback()", spec)
-        self.inner.check(self.inside(spec))
-
     def init(self, spec: BucketSpec) -> Any:
-        """A residual of zeros, and the inner hook's state."""
         return _Memory(torch.zeros(spec.numel, dtype=wide(spec.dtype), device=spec.device), self.inner.init(spec))
 
     def reduce(self, grad: Tensor, state: _Memory, turn: Turn) -> Reduction:
         """Reduce the gradient plus the residual; the new residual is what was not sent of it."""
-        refuse_sparse(grad, "error_feedback()", turn.spec)
+        self.refuse_sparse(grad, turn.spec)
         # In place: the sum replaces the residual, and the new residual the sum, so that no memory is allocated.
         wanted = state.residual.add_(grad)
         # The rounding of 16-bit gradients is part of the residual, which is float32; otherwise `rounded` is `wanted` itself.
@@ -87,11 +82,9 @@ class ErrorFeedback(Wrapped):
         return Reduced(value, sent)
 
     def save(self, state: _Memory, spec: BucketSpec) -> dict[str, Any]:
-        """The residual, and the inner hook's state."""
         return bundle(residual=split_flat(state.residual, spec), inner=self.inner.save(state.inner, spec))
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        """The residual, zero for parameters that were not saved, and the inner hook's state."""
         residual = join_flat(pick(saved, "residual"), spec, dtype=wide(spec.dtype))
         return _Memory(residual, self.inner.load(pick(saved, "inner"), spec))
 

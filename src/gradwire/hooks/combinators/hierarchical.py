@@ -1,23 +1,19 @@
 """`hierarchical`: one hook within each host, another between hosts.
 
 Note [Two levels of a reduction]
-Within the host, all ranks reduce the bucket with the `inside` hook, so that each holds the host's mean. Then every carrier (see
-Note [Rails] in `collectives.layout`) takes its slice of it, reduces that with the `across` hook over the carriers of its rail, one
-per host, and the slices are gathered within the host. All rails use the link at the same time, and each byte crosses it once.
-Within the host a reduce-scatter would move less than an all-reduce; but a hook's result is the whole bucket, and in shared memory,
-where buckets are allocated, an all-reduce is one pass over memory already.
+Within the host, all ranks reduce the bucket with the `inside` hook. Then every carrier (see Note [Rails] in `collectives.layout`)
+reduces its slice of the host's mean with the `across` hook over the carriers of its rail, one per host, and the slices are gathered
+within the host. All rails use the link at the same time, and each byte crosses it once.
 
 Note [Slices are rows]
-A carrier's slice consists of rows of every parameter, not of one range of the bucket. So the `across` hook sees a bucket of the
-same parameters with fewer rows each, matrices stay matrices, patterns of names match, and its state belongs to a parameter's rows,
-whichever bucket the parameter is in after a rebuild. A parameter with fewer rows than there are rails, or whose rows are not
-contiguous, is split as a vector.
+A carrier's slice consists of rows of every parameter, so the `across` hook sees a bucket of the same parameters with fewer rows
+each: matrices stay matrices, patterns of names match, and state belongs to a parameter's rows in any bucket. A parameter with fewer
+rows than there are rails, or whose rows are not contiguous, is split as a vector.
 
 Note [Hosts of different size]
-The mean over all ranks is the mean over hosts only if hosts have equal size. Otherwise a host with n of N ranks, one of h hosts,
-contributes its mean times n h / N. If not all ranks count (`turn.divisor`), N is the number that do.
-What `across` lost of a slice is lost for all ranks of the host; it is added to the `sent` of the carrier n times, because the
-carrier's share in the mean is n times smaller. So error feedback around the whole pays back exactly what was lost.
+A host with n of N counted ranks, one of h hosts, contributes its mean times n h / N. What `across` lost of a slice is added to the
+`sent` of the carrier n times, because the carrier's share in the mean is n times smaller: error feedback around the whole then
+corrects exactly what was lost.
 """
 
 from __future__ import annotations
@@ -37,7 +33,6 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, is_dense
 from gradwire.hooks.composite import Composite
 from gradwire.hooks.dense import MEAN
-from gradwire.hooks.numerics.elementwise import check_dense, refuse_sparse
 from gradwire.hooks.numerics.slices import Slices
 from gradwire.hooks.pump import relay
 from gradwire.hooks.state import bundle, pick
@@ -58,11 +53,7 @@ def slices(spec: BucketSpec, rails: int) -> tuple[Slice, ...]:
     cuts = [_cut(*one, rails) for one in zip(spec.shapes, spec.strides, spec.offsets, strict=True)]
     return tuple(
         Slice(
-            replace(
-                spec,
-                shapes=tuple(cut[rail][0] for cut in cuts),
-                strides=tuple(cut[rail][1] for cut in cuts),
-            ),
+            replace(spec, shapes=tuple(cut[rail][0] for cut in cuts), strides=tuple(cut[rail][1] for cut in cuts)),
             Slices.of([cut[rail][2] for cut in cuts]),
         )
         for rail in range(rails)
@@ -104,15 +95,11 @@ class Hierarchical(Composite):
     inside: CommHook
     across: CommHook
 
+    dense_only = True
+
     @property
     def parts(self) -> Mapping[str, CommHook]:
-        """The hook within hosts, and that between them."""
         return {"inside": self.inside, "across": self.across}
-
-    def check(self, spec: BucketSpec) -> None:
-        """Raise unless the bucket is dense and both hooks accept it."""
-        check_dense("hierarchical()", spec)
-        Composite.check(self, spec)
 
     def init(self, spec: BucketSpec) -> _Levels:
         """The state of the inner level. Which slice this rank carries, if any, is known once `turn.hosts` is."""
@@ -120,7 +107,7 @@ class Hierarchical(Composite):
 
     def reduce(self, grad: Tensor, state: _Levels, turn: Turn) -> Reduction:
         """See Note [Two levels of a reduction]."""
-        refuse_sparse(grad, "hierarchical()", turn.spec)
+        self.refuse_sparse(grad, turn.spec)
         layout = turn.hosts
         if layout is None or len(layout.hosts) == 1:
             return (yield from self.inside.reduce(grad, state.inside, replace(turn, hosts=None)))
@@ -181,7 +168,6 @@ class Hierarchical(Composite):
         return max(known) if len(known) == len(counts) else None
 
     def error(self, spec: BucketSpec) -> float:
-        """The sum over both levels, and the rounding between them."""
         return self.inside.error(spec) + self.across.error(spec) + CommHook.error(self, spec)
 
     def save(self, state: _Levels, spec: BucketSpec) -> dict[str, Any]:

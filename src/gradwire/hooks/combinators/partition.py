@@ -1,10 +1,9 @@
 """A hook per parameter: `partition` by name, `masked` by any predicate, `by_size`. One implementation.
 
 Note [Parts of a bucket]
-The parameters of one rule form a part, a small bucket with a spec of its own. If they are adjacent in the bucket, which includes
-the case that one hook takes them all, the part is a view: nothing is copied, and a hook that works in place works in the bucket.
-Otherwise its slices are gathered, reduced and scattered back. Parts are reduced one after another in the order of the rules, which
-is the same on every rank.
+The parameters of one rule form a part, a small bucket with a spec of its own. If they are adjacent in the bucket, the part is a
+view, and a hook that works in place works in the bucket. Otherwise its slices are gathered, reduced and scattered back. Parts are
+reduced one after another in the order of the rules, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -102,7 +101,6 @@ class Partition(Composite):
 
     @property
     def parts(self) -> Mapping[str, CommHook]:
-        """The hook of each rule, by the rule's number."""
         return {str(i): hook for i, (_, hook) in enumerate(self.rules)}
 
     def divide(self, spec: BucketSpec) -> list[_Part]:
@@ -125,12 +123,10 @@ class Partition(Composite):
         ]
 
     def check(self, spec: BucketSpec) -> None:
-        """Raise unless each parameter has a hook that accepts it."""
         for part in self.divide(spec):
             part.hook.check(part.spec)
 
     def init(self, spec: BucketSpec) -> _Parts:
-        """A state per part."""
         parts = self.divide(spec)
         return _Parts(parts, [part.hook.init(part.spec) for part in parts])
 
@@ -149,13 +145,11 @@ class Partition(Composite):
         return Reduced(value, sent)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """The sum over the parts."""
         counts = [part.hook.wire_bytes(part.spec, world_size, step) for part in self.divide(spec)]
         known = [count for count in counts if count is not None]
         return sum(known, 0.0) if len(known) == len(counts) else None
 
     def error(self, spec: BucketSpec) -> float:
-        """The largest error of the parts."""
         return max((part.hook.error(part.spec) for part in self.divide(spec)), default=0.0)
 
     def save(self, state: _Parts, spec: BucketSpec) -> dict[str, Any]:
@@ -166,12 +160,10 @@ class Partition(Composite):
         return saved
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> _Parts:
-        """Each part loads its own parameters."""
         parts = self.divide(spec)
         return _Parts(parts, [part.hook.load(_of_rule(part.rule, saved, part.spec.names), part.spec) for part in parts])
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """What the hook of each rule shares."""
         common: dict[str, Any] = {}
         for rule, (_, hook) in enumerate(self.rules):
             common |= _ruled(rule, hook.shared(_of_rule(rule, saved, list(saved))))
@@ -183,7 +175,6 @@ class Partition(Composite):
         return f"Partition({'; '.join(f'{rule}: {hook.structure}' for rule, hook in self.rules)})"
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """The sum of what the hooks of all rules owe."""
         states = [(hook, _of_rule(rule, saved, list(saved))) for rule, (_, hook) in enumerate(self.rules)]
         return add_owed(*(hook.owed(state) for hook, state in states))
 
@@ -289,6 +280,5 @@ def by_size(
         )
     shown = f"numel={numel}" if nbytes is None else f"nbytes={nbytes}"
     return Partition(
-        ((_Small(numel, nbytes), small), (_Named(("*",)), large)),
-        f"by_size({shown}, small={small!r}, large={large!r})",
+        ((_Small(numel, nbytes), small), (_Named(("*",)), large)), f"by_size({shown}, small={small!r}, large={large!r})"
     )

@@ -16,7 +16,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Composite
 from gradwire.hooks.dense import MEAN
-from gradwire.hooks.numerics.elementwise import check_dense, refuse_sparse, wide
+from gradwire.hooks.numerics.elementwise import wide
 from gradwire.hooks.state import add_owed, bundle, join_flat, pick, split_flat
 
 
@@ -34,12 +34,10 @@ class _ByStep(Composite):
         return counts.pop() if len(counts) == 1 else None
 
     def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
-        """Hand the bucket to the part of this step."""
         name, step = self.at(turn.step)
         return (yield from self.parts[name].reduce(grad, state[name], replace(turn, step=step)))
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """As the part of that step."""
         name, step = self.at(step)
         return self.parts[name].wire_bytes(spec, world_size, step)
 
@@ -54,7 +52,6 @@ class After(_ByStep):
 
     @property
     def parts(self) -> Mapping[str, CommHook]:
-        """The earlier hook and the later one."""
         return {"before": self.before, "hook": self.hook}
 
     def at(self, step: int) -> tuple[str, int]:
@@ -66,7 +63,6 @@ class After(_ByStep):
         return {"before": self.before.init(spec)}
 
     def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
-        """Switch states at the change, then hand the bucket to the hook of this step."""
         if turn.step >= self.step and "hook" not in state:
             state.clear()
             state["hook"] = self.hook.init(turn.spec)
@@ -74,7 +70,6 @@ class After(_ByStep):
         return (yield from _ByStep.reduce(self, grad, state, turn))
 
     def save(self, state: dict[str, Any], spec: BucketSpec) -> dict[str, Any]:
-        """The state of the hook in use, and whether that is the later one."""
         begun = dict.fromkeys(spec.names, True) if "hook" in state else {}
         return bundle(begun=begun, **self.save_parts(state, spec))
 
@@ -85,7 +80,6 @@ class After(_ByStep):
         return {name: self.parts[name].load(pick(saved, name), spec)}
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """What both hooks share, and which one is in use."""
         return bundle(begun=pick(saved, "begun"), **self.shared_parts(saved))
 
     @property
@@ -131,20 +125,15 @@ class Every(Composite):
     n: int
     hook: CommHook
 
+    dense_only = True
+
     @property
     def parts(self) -> Mapping[str, CommHook]:
-        """The hook of every n-th step."""
         return {"hook": self.hook}
 
     @property
     def traits(self) -> Trait:
-        """It keeps what it does not send; and those of the hook."""
         return Trait.of(self.hook) | Trait.REMEMBERS
-
-    def check(self, spec: BucketSpec) -> None:
-        """Raise unless the bucket is dense and the hook accepts it."""
-        check_dense(f"every({self.n}, ...)", spec)
-        self.hook.check(spec)
 
     def init(self, spec: BucketSpec) -> dict[str, Any]:
         """Nothing has been kept yet. The sum of 16-bit gradients is float32."""
@@ -153,7 +142,7 @@ class Every(Composite):
 
     def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
         """Add the gradient to the sum, or reduce it together with the sum."""
-        refuse_sparse(grad, f"every({self.n}, ...)", turn.spec)
+        self.refuse_sparse(grad, turn.spec)
         # More ranks may have run out of inputs by a later step, so each step's gradient is scaled for its own mean.
         share, kept = turn.share, state["kept"]
         if (turn.step + 1) % self.n:
@@ -169,20 +158,16 @@ class Every(Composite):
         return Reduced(value, sent if share == 1.0 else sent / share)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """As the hook in every n-th step; nothing in the others."""
         return 0.0 if (step + 1) % self.n else self.hook.wire_bytes(spec, world_size, step // self.n)
 
     def save(self, state: dict[str, Any], spec: BucketSpec) -> dict[str, Any]:
-        """The sum, and the hook's state."""
         return bundle(kept=split_flat(state["kept"], spec), **self.save_parts(state, spec))
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> dict[str, Any]:
-        """The sum, zero for parameters that were not saved, and the hook's state."""
         kept = join_flat(pick(saved, "kept"), spec, dtype=wide(spec.dtype))
         return {"kept": kept, "hook": self.hook.load(pick(saved, "hook"), spec)}
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """The sum, and what the hook owes."""
         return add_owed(pick(saved, "kept"), self.hook.owed(pick(saved, "hook")))
 
     def __repr__(self) -> str:
@@ -199,7 +184,6 @@ class Alternating(_ByStep):
 
     @property
     def parts(self) -> Mapping[str, CommHook]:
-        """The hook of every n-th step, and that of the others."""
         return {"hook": self.hook, "otherwise": self.otherwise}
 
     def at(self, step: int) -> tuple[str, int]:

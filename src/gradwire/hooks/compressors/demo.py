@@ -1,17 +1,10 @@
 """Decoupled momentum (DeMo, arXiv 2411.19870): each rank keeps its own momentum and sends only its fast components.
 
-Note [Fast components]
 The momentum is split into chunks (squares of matrices, ranges of vectors), a cosine transform gives the frequencies of each, and
-the k largest of each chunk are sent. They are subtracted from the momentum; the rest stays, accumulates and is sent later. So the
-momentum also does what the residual of error feedback does.
+the k largest of each chunk are sent and subtracted from the momentum. The rest is sent later, as with error feedback.
 
-Note [Chunk sizes]
 A length that is not a multiple of the chunk is split into chunks of almost equal size, at most the requested one, and padded with
-zeros. Removing the padding after decoding only reduces the error.
-
-Note [The mean of what was sent]
-A frequency that only some ranks sent is divided by the number of all ranks, as if the others had sent zero. Dividing by the number
-of ranks that sent it would amplify a frequency the fewer ranks selected it, and `value` would not be the mean of `sent`.
+zeros. A frequency that only some ranks sent is divided by the number of all ranks, so that `value` is the mean of `sent`.
 """
 
 from __future__ import annotations
@@ -30,9 +23,8 @@ from gradwire.errors import UsageError
 from gradwire.hooks.arguments import checks_numbers
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.compressors.index_value_pairs import Format, Pairs
-from gradwire.hooks.compressors.sparse import ALONE, check_values, value_dtype
-from gradwire.hooks.numerics.elementwise import check_dense, drop_nonfinite_, refuse_sparse, wide
+from gradwire.hooks.compressors.sparse import ALONE, Format, Pairs, check_values, value_dtype
+from gradwire.hooks.numerics.elementwise import drop_nonfinite_, wide
 from gradwire.hooks.state import join_flat, split_flat
 
 
@@ -86,7 +78,7 @@ class Tiling:
 
 
 def _chunk(length: int, chunk: int) -> int:
-    """The size of almost equal chunks of at most `chunk`. See Note [Chunk sizes]."""
+    """The size of almost equal chunks of at most `chunk`."""
     return -(-length // -(-length // chunk)) if length else 1
 
 
@@ -136,12 +128,12 @@ class DecoupledMomentum(CommHook):
     values: torch.dtype | None
 
     collectives = 1
+    dense_only = True
     traits = Trait.REMEMBERS
     alone = ALONE
 
     def check(self, spec: BucketSpec) -> None:
-        """Raise unless the bucket is dense and real."""
-        check_dense(self, spec)
+        CommHook.check(self, spec)
         if spec.dtype.is_complex:
             raise UsageError(
                 f"{self!r} on {spec}: its gradients are complex, and the sign of their momentum, which the optimizer uses, is not "
@@ -149,13 +141,12 @@ class DecoupledMomentum(CommHook):
             )
 
     def init(self, spec: BucketSpec) -> Any:
-        """Zeros."""
         return self.load({}, spec)
 
     def reduce(self, grad: Tensor, state: _Momentum, turn: Turn) -> Reduction:
         """Accumulate, extract the fast frequencies, gather them, transform their mean back."""
         self.check(turn.spec)
-        refuse_sparse(grad, self, turn.spec)
+        self.refuse_sparse(grad, turn.spec)
         tilings, form = self._tilings(turn.spec), self._format(turn.spec)
         state.flat.mul_(self.decay).add_(grad)
         chosen = [self._fastest(m, t, state, form) for m, t in self._matrices(state.flat, turn.spec, tilings)]
@@ -213,7 +204,6 @@ class DecoupledMomentum(CommHook):
         return Format(value_dtype(spec, self.values), indices)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """(n - 1) lists of k pairs per tile."""
         pairs = sum(t.tiles * t.k for t in self._tilings(spec))
         return (world_size - 1) * pairs * self._format(spec).nbytes
 
@@ -222,11 +212,9 @@ class DecoupledMomentum(CommHook):
         return max(16 * torch.finfo(spec.dtype).eps, 64 * torch.finfo(wide(spec.dtype)).eps)
 
     def save(self, state: _Momentum, spec: BucketSpec) -> dict[str, Any]:
-        """The momentum, by parameter."""
         return split_flat(state.flat, spec)
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        """The momentum; zero for parameters that were not saved."""
         return _Momentum(join_flat(saved, spec, dtype=wide(spec.dtype)), {})
 
     def __repr__(self) -> str:

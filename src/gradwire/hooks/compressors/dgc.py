@@ -14,9 +14,10 @@ from gradwire.errors import UsageError
 from gradwire.hooks.arguments import checks_numbers
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.compressors.index_value_pairs import Format, Pairs
 from gradwire.hooks.compressors.sparse import (
     ALONE,
+    Format,
+    Pairs,
     check_bucket,
     check_ratio,
     check_values,
@@ -24,7 +25,7 @@ from gradwire.hooks.compressors.sparse import (
     share_of,
     value_dtype,
 )
-from gradwire.hooks.numerics.elementwise import clip_norms_, count, drop_nonfinite_, real, refuse_sparse, wide
+from gradwire.hooks.numerics.elementwise import clip_norms_, count, drop_nonfinite_, real, wide
 from gradwire.hooks.numerics.select import largest
 from gradwire.hooks.state import bundle, join_flat, pick, split_flat
 
@@ -51,15 +52,14 @@ class DGC(CommHook):
     values: torch.dtype | None
 
     collectives = 1
+    dense_only = True
     traits = Trait.REMEMBERS
     alone = ALONE
 
     def check(self, spec: BucketSpec) -> None:
-        """Raise unless the bucket is dense and its indices fit their dtype."""
         check_bucket(self, spec, self.values)
 
     def init(self, spec: BucketSpec) -> Any:
-        """Zeros."""
         return self.load({}, spec)
 
     def ratio_at(self, step: int) -> float:
@@ -70,7 +70,7 @@ class DGC(CommHook):
 
     def reduce(self, grad: Tensor, state: _Accumulated, turn: Turn) -> Reduction:
         """Accumulate, select, clear what was selected, gather, add."""
-        refuse_sparse(grad, self, turn.spec)
+        self.refuse_sparse(grad, turn.spec)
         u, v = real(state.velocity), real(state.unsent)
         g = real(grad).to(u.dtype)
         if self.clip is not None:
@@ -92,16 +92,13 @@ class DGC(CommHook):
         return Reduced(value, sent)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """(n - 1) lists of k pairs."""
         k = share_of(count(spec), ratio=self.ratio_at(step))
         return (world_size - 1) * k * Format(value_dtype(spec, self.values)).nbytes
 
     def save(self, state: _Accumulated, spec: BucketSpec) -> dict[str, Any]:
-        """Both, by parameter."""
         return bundle(velocity=split_flat(state.velocity, spec), unsent=split_flat(state.unsent, spec))
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        """Both; zeros for parameters that were not saved."""
         dtype = wide(spec.dtype)
         return _Accumulated(
             join_flat(pick(saved, "velocity"), spec, dtype=dtype), join_flat(pick(saved, "unsent"), spec, dtype=dtype)

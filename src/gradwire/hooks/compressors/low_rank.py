@@ -5,13 +5,12 @@ m x r.
 
 Note [One step of power iteration]
 P = M Q is averaged over the ranks and orthonormalized, Q = M^T P is averaged, and P Q^T is the gradient. All ranks hold the same
-P, so averaging Q averages the products: a rank in effect sends P Q_i^T with its own Q_i, and the value is exactly the mean of
-these, whatever P is. The next step starts from Q: as gradients change slowly, one iteration per step is enough (warm start).
+P, so a rank in effect sends P Q_i^T with its own Q_i, and the value is exactly the mean of these. The next step starts from Q: as
+gradients change slowly, one iteration per step is enough (warm start).
 
 Note [Columns of Q]
-A column of zeros, from a gradient of zeros or of lower rank, would stay zero in every later step, and so would NaN. So the next Q
-takes the columns of the averaged one, divided by their norm, if that is finite and not zero, and otherwise keeps its own. The norm
-of a column does not matter to the next step, which depends on the span of P only.
+A column of zeros or NaN would stay that in every later step. So the next Q takes the columns of the averaged one, divided by their
+norm, if that is finite and not zero, and otherwise keeps its own.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from gradwire.hooks.arguments import checks_numbers
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, is_dense
 from gradwire.hooks.dense import MEAN
-from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, number_dtype, real, refuse_sparse
+from gradwire.hooks.numerics.elementwise import as_dtype, number_dtype, real
 from gradwire.hooks.numerics.orthogonal import FACTOR_KERNELS, keep_directions, multiply, orthonormal
 from gradwire.hooks.numerics.rng import key, named_generator, noise
 from gradwire.hooks.numerics.slices import Slices
@@ -171,14 +170,11 @@ class PowerSGD(CommHook):
     min_compression: float
     seed: int
 
+    dense_only = True
+
     @property
     def traits(self) -> Trait:
-        """`AVERAGES`, and with a warm start `CONTINUES`."""
         return Trait.AVERAGES | Trait.CONTINUES if self.warm_start else Trait.AVERAGES
-
-    def check(self, spec: BucketSpec) -> None:
-        """Raise unless the bucket is dense."""
-        check_dense(self, spec)
 
     def plan(self, spec: BucketSpec) -> _Plan:
         """Which parameters are sent as factors."""
@@ -196,7 +192,7 @@ class PowerSGD(CommHook):
 
     def reduce(self, grad: Tensor, state: _Factors, turn: Turn) -> Reduction:
         """See Note [One step of power iteration]."""
-        refuse_sparse(grad, self, turn.spec)
+        self.refuse_sparse(grad, turn.spec)
         plan = state.plan
         if not plan.by_rows:
             return (yield from MEAN.reduce(grad, None, turn))
@@ -241,13 +237,11 @@ class PowerSGD(CommHook):
         return Reduced(*(as_dtype(row[: own.numel()], grad.dtype) for row in (value, sent)))
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """2 (n - 1) / n of the two factors and of what is sent uncompressed."""
         if spec.sparse:
             return None
         return 2 * (world_size - 1) / world_size * self.plan(spec).sent * spec.dtype.to_real().itemsize
 
     def error(self, spec: BucketSpec) -> float:
-        """Rounding, once per column in the sum."""
         return CommHook.error(self, spec) * self.rank
 
     def save(self, state: _Factors, spec: BucketSpec) -> dict[str, Any]:
@@ -308,12 +302,7 @@ def _filled(flat: Tensor, numel: int) -> Tensor:
 
 @checks_numbers
 def power_sgd(
-    rank: int,
-    *,
-    batched: bool = False,
-    warm_start: bool = True,
-    min_compression: float = 2.0,
-    seed: int = 0,
+    rank: int, *, batched: bool = False, warm_start: bool = True, min_compression: float = 2.0, seed: int = 0
 ) -> CommHook:
     """PowerSGD (Vogels et al. 2019, arXiv 1905.13727): each matrix as the product of two matrices with `rank` columns.
 

@@ -16,7 +16,6 @@ from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.clip_noise import Clip
 from gradwire.hooks.composite import Wrapped
 from gradwire.hooks.compressors.sparse import check_ratio, share_of
-from gradwire.hooks.numerics.elementwise import check_dense, refuse_sparse
 from gradwire.hooks.numerics.rng import key, noise
 
 
@@ -26,6 +25,8 @@ class RandomK(Wrapped):
 
     ratio: float
     seed: int
+
+    dense_only = True
 
     def __post_init__(self) -> None:
         # A residual of one element would be added to another in the next step. What is not saved is not state but a plan.
@@ -47,19 +48,13 @@ class RandomK(Wrapped):
                 )
             part = part.inner
 
-    def check(self, spec: BucketSpec) -> None:
-        """Raise unless the bucket is dense and the inner hook accepts it."""
-        check_dense(f"random_k(ratio={self.ratio})", spec)
-        self.inner.check(self.inside(spec))
-
     def inside(self, spec: BucketSpec) -> BucketSpec:
         """A bucket of k elements that belong to no parameter."""
         k = share_of(spec.numel, ratio=self.ratio)
         return replace(spec, names=("random_k",), shapes=((k,),), strides=((1,),))
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Gather k elements, reduce them, scatter the result into zeros."""
-        refuse_sparse(grad, f"random_k(ratio={self.ratio})", turn.spec)
+        self.refuse_sparse(grad, turn.spec)
         indices = self._indices(turn)
         # The inner bucket has no parameter names to tell it apart by.
         inside = replace(turn, spec=self.inside(turn.spec), path="/".join([turn.path, *turn.spec.names[:1]]))
@@ -79,20 +74,16 @@ class RandomK(Wrapped):
         return bounds[:-1] + (uniform.double() * bounds.diff()).long()
 
     def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
-        """There is no state to save."""
         return {}
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        """There is no saved state."""
         return self.init(spec)
 
     @property
     def structure(self) -> str:
-        """No state."""
         return ""
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """Nothing."""
         return {}
 
     def __repr__(self) -> str:

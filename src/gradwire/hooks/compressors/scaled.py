@@ -1,18 +1,15 @@
 """`scaled_cast`: gradients in float16 or float8, scaled so that they neither overflow nor underflow.
 
-Note [Scales are powers of two]
-Multiplying by a power of two changes only a number's exponent, so scaling back is exact and the only error is that of the narrow
-dtype. The power is assembled from its exponent bits: pow() need not be exact on every device.
+Scales are powers of two, so scaling back is exact. They are assembled from exponent bits: pow() need not be exact on every device.
 
 Note [float16 is summed by the engine]
-All ranks agree on one scale, by a maximum over one number, so that the engine can sum what they send. The largest magnitude times
-the number of ranks stays below 2^15, and so below 65504 in any order of additions.
+All ranks agree on one scale, by a maximum over one number. The largest magnitude times the number of ranks stays below 2^15, and so
+below 65504 in any order of additions.
 
 Note [float8 is summed here]
 Engines that support float8 sums round after each addition, to 3 bits or 2. So each rank receives one slice of every rank's bucket,
-sums it in float32, rounds the mean once and sends it to all. Each slice has its own scale, chosen by its sender, so ranks need not
-agree on one. The error of the last rounding is made by the slice's owner alone and is part of its `sent`, so error feedback pays
-it back.
+each with its sender's scale, sums it in float32, rounds the mean once and sends it to all. The error of the last rounding is part
+of the `sent` of the slice's owner, so error feedback corrects it.
 """
 
 from __future__ import annotations
@@ -31,16 +28,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Wrapped
 from gradwire.hooks.dense import Mean, ReduceScatterMean
-from gradwire.hooks.numerics.elementwise import (
-    as_dtype,
-    check_dense,
-    count,
-    float32_error,
-    number_dtype,
-    padded,
-    real,
-    refuse_sparse,
-)
+from gradwire.hooks.numerics.elementwise import as_dtype, count, float32_error, number_dtype, padded, real
 
 EXPONENTS = {torch.float16: 15, torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 """The largest scaled magnitude as a power of two: representable in each dtype, with some headroom."""
@@ -77,6 +65,8 @@ class ScaledCast(Wrapped):
 
     dtype: torch.dtype
 
+    dense_only = True
+
     def __post_init__(self) -> None:
         if not isinstance(self.inner, (Mean, ReduceScatterMean)):
             raise UsageError(
@@ -86,16 +76,9 @@ class ScaledCast(Wrapped):
 
     @property
     def collectives(self) -> int | None:
-        """One more than the inner hook."""
         return None if self.inner.collectives is None else self.inner.collectives + 1
 
-    def check(self, spec: BucketSpec) -> None:
-        """Raise unless the bucket is dense and the inner hook accepts it."""
-        check_dense(f"scaled_cast({self.dtype})", spec)
-        self.inner.check(self.inside(spec))
-
     def inside(self, spec: BucketSpec) -> BucketSpec:
-        """A bucket of the narrow dtype."""
         if not spec.dtype.is_complex:
             return replace(spec, dtype=self.dtype)
         row = (count(spec),)
@@ -103,7 +86,7 @@ class ScaledCast(Wrapped):
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Agree on a scale, convert, reduce, convert back. See Note [float16 is summed by the engine]."""
-        refuse_sparse(grad, f"scaled_cast({self.dtype})", turn.spec)
+        self.refuse_sparse(grad, turn.spec)
         flat = real(grad).to(number_dtype(turn.spec.dtype))
         magnitude = largest_magnitude(flat.view(1, -1))
         yield all_reduce(magnitude, op=ReduceOp.MAX, label=f"bucket {turn.spec.index}, scale")
@@ -115,7 +98,6 @@ class ScaledCast(Wrapped):
         return Reduced(value, value if turn.donated else as_dtype(sent.to(flat.dtype) / scale, turn.spec.dtype))
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """As the inner hook, and one number."""
         inner = self.inner.wire_bytes(self.inside(spec), world_size, step)
         return None if inner is None else inner + 2 * (world_size - 1) / world_size * number_dtype(spec.dtype).itemsize
 
@@ -130,14 +112,11 @@ class Float8Mean(CommHook):
     dtype: torch.dtype
 
     collectives = 2
-
-    def check(self, spec: BucketSpec) -> None:
-        """Raise unless the bucket is dense."""
-        check_dense(self, spec)
+    dense_only = True
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Exchange slices, sum, gather the means. See Note [float8 is summed here]."""
-        refuse_sparse(grad, self, turn.spec)
+        self.refuse_sparse(grad, turn.spec)
         label, size = f"bucket {turn.spec.index}", turn.world_size
         slices = padded(real(grad).float(), size).view(size, -1)
         outgoing = self._encode(slices)
@@ -169,7 +148,6 @@ class Float8Mean(CommHook):
         return as_dtype(slices.reshape(-1)[: count(spec)], spec.dtype)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """2 (n - 1) slices with their scales."""
         return 2 * (world_size - 1) * (-(-count(spec) // world_size) + 4)
 
     def error(self, spec: BucketSpec) -> float:

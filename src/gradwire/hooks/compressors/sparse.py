@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import all_gather, all_gather_into_tensor
+from gradwire.collectives.lower import as_bytes
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import checks_numbers
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.compressors.index_value_pairs import Format, Pairs, add_up, scatter
-from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, count, number_dtype, real, refuse_sparse
+from gradwire.hooks.numerics.elementwise import as_dtype, count, number_dtype, real
 from gradwire.hooks.numerics.select import largest, reaching
 
 ALONE = (
@@ -29,6 +29,44 @@ ALONE = (
     "every rank"
 )
 """Why a sparse hook cannot be a stage."""
+
+
+class Pairs(NamedTuple):
+    """Some elements of a row: their indices and their values."""
+
+    indices: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """The packing of pairs: all values, then all indices, without padding."""
+
+    values: torch.dtype
+    indices: torch.dtype = torch.int32
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one pair."""
+        return self.values.itemsize + self.indices.itemsize
+
+    def pack(self, pairs: Pairs) -> Tensor:
+        """Pairs as bytes; both lists must have the format's dtypes."""
+        return torch.cat([as_bytes(pairs.values.contiguous()), as_bytes(pairs.indices.contiguous())])
+
+    def unpack(self, packed: Tensor) -> Pairs:
+        """The pairs in a row of bytes, which may begin anywhere in memory."""
+        cut = packed.numel() // self.nbytes * self.values.itemsize
+        # Copies, because a view in a wider dtype must be aligned to its size.
+        return Pairs(packed[cut:].clone().view(self.indices), packed[:cut].clone().view(self.values))
+
+    def check(self, numel: int, what: object) -> None:
+        if numel > torch.iinfo(self.indices).max:
+            raise UsageError(
+                f"{what!r} on a bucket of {numel} elements: indices are sent as {self.indices}, which is too narrow. Until the "
+                "first step has shown the order of gradients all parameters are one bucket: pass Buckets(from_start=True) to "
+                "replicate(), whose limit then holds from the start, or give a parameter as large as this mean() by partition()."
+            )
 
 
 def share_of(numel: int, *, ratio: float | None = None, k: int | None = None) -> int:
@@ -64,10 +102,14 @@ def exchange(chosen: Pairs, form: Format, turn: Turn) -> Reduction:
 
 
 def _rows(lists: list[Pairs], chosen: Pairs, turn: Turn) -> Reduced:
-    dtype, numel = turn.spec.dtype, count(turn.spec)
-    number = number_dtype(dtype)
-    value = add_up(lists, numel, number, divisor=turn.counted)
-    sent = value if turn.donated else scatter(chosen, numel, number)  # not needed if donated
+    """The mean of the lists, added in rank order; no list has an index twice. So every rank computes the same bits."""
+    dtype, number = turn.spec.dtype, number_dtype(turn.spec.dtype)
+    value = torch.zeros(count(turn.spec), dtype=number, device=chosen.values.device)
+    for indices, values in lists:
+        value.index_add_(0, indices, values.to(number).div_(turn.counted))
+    sent = value  # not needed if donated
+    if not turn.donated:
+        sent = torch.zeros_like(value).index_copy_(0, chosen.indices.long(), chosen.values.to(number))
     return Reduced(as_dtype(value, dtype), as_dtype(sent, dtype))
 
 
@@ -79,7 +121,7 @@ def value_dtype(spec: BucketSpec, values: torch.dtype | None) -> torch.dtype:
 
 def check_bucket(hook: CommHook, spec: BucketSpec, values: torch.dtype | None) -> None:
     """Raise unless the bucket is dense and its indices fit their dtype: for `check`."""
-    check_dense(hook, spec)
+    CommHook.check(hook, spec)
     Format(value_dtype(spec, values)).check(count(spec), hook)
 
 
@@ -88,18 +130,18 @@ class _Selecting(CommHook):
 
     values: torch.dtype | None
     alone = ALONE
+    dense_only = True
 
     @abstractmethod
     def choose(self, flat: Tensor) -> Tensor:
         """The indices of the elements to send."""
 
     def check(self, spec: BucketSpec) -> None:
-        """Raise unless the bucket is dense and its indices fit their dtype."""
         check_bucket(self, spec, self.values)
 
     def chosen(self, grad: Tensor, turn: Turn) -> tuple[Pairs, Format]:
         """The chosen elements as they are sent."""
-        refuse_sparse(grad, self, turn.spec)
+        self.refuse_sparse(grad, turn.spec)
         flat = real(grad)
         form = Format(value_dtype(turn.spec, self.values))
         form.check(flat.numel(), self)
@@ -118,15 +160,12 @@ class TopK(_Selecting):
     collectives = 1
 
     def choose(self, flat: Tensor) -> Tensor:
-        """Those of largest magnitude."""
         return largest(flat, share_of(flat.numel(), ratio=self.ratio, k=self.k))
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Choose, gather, add."""
         return (yield from exchange(*self.chosen(grad, turn), turn))
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """(n - 1) lists of k pairs."""
         k = share_of(count(spec), ratio=self.ratio, k=self.k)
         return (world_size - 1) * k * Format(value_dtype(spec, self.values)).nbytes
 
@@ -173,14 +212,12 @@ class Threshold(_Selecting):
     collectives = 2
 
     def choose(self, flat: Tensor) -> Tensor:
-        """Those that reach the bound."""
         if self.relative is None:
             return reaching(flat, flat.new_tensor(self.value))
         low, high = flat.aminmax() if flat.numel() else (flat.new_zeros(()), flat.new_zeros(()))
         return reaching(flat, torch.maximum(-low, high) * self.relative)
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Choose, gather the lengths, gather the lists, add."""
         chosen, form = self.chosen(grad, turn)
         packed = form.pack(chosen)
         counts = torch.empty(turn.world_size, dtype=torch.int64, device=grad.device)

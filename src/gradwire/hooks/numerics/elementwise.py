@@ -1,11 +1,10 @@
-"""A bucket's elements as lossy hooks compute with them: real, and wide enough; and the refusal of sparse ones."""
+"""A bucket's elements as lossy hooks compute with them: real, and wide enough."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from gradwire.errors import UsageError
 from gradwire.hooks.bucket import BucketSpec
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
@@ -81,22 +80,3 @@ def as_dtype(row: Tensor, dtype: torch.dtype) -> Tensor:
 def float32_error(spec: BucketSpec) -> float:
     """`CommHook.error` of a hook that sums in float32: its rounding, or that of the gradient's dtype if that is coarser."""
     return 16 * max(torch.finfo(spec.dtype).eps, torch.finfo(torch.float32).eps)
-
-
-def check_dense(hook: object, spec: BucketSpec) -> None:
-    """Raise if the bucket's gradients will be sparse. For `check`, before any step."""
-    if spec.sparse:
-        raise _sparse(hook, spec)
-
-
-def refuse_sparse(grad: Tensor, hook: object, spec: BucketSpec) -> None:
-    """Raise if the gradient is sparse: hooks that select, split or round elements need a dense one."""
-    if grad.is_sparse:
-        raise _sparse(hook, spec)
-
-
-def _sparse(hook: object, spec: BucketSpec) -> UsageError:
-    return UsageError(
-        f"{hook!r} on {spec}: its gradients are sparse, and it supports dense ones only. Use mean() for such parameters, "
-        'by partition({"embedding.*": mean(), "*": ...}).'
-    )

@@ -1,15 +1,12 @@
 """Orthonormal columns for batches of tall matrices, and products of many pairs of matrices, for low-rank hooks.
 
 Note [Orthogonalization]
-On the CPU Householder QR (LAPACK's) is the fastest of QR, Gram-Schmidt twice and Cholesky-QR twice at every rank from 1 to 32, and
-orthonormal up to rounding for any condition number, also for linearly dependent columns. On CUDA a batched QR is slow, and
-Gram-Schmidt is a sequence of small kernels per column; Cholesky-QR twice is a handful in all. Its first pass squares the condition
-number, so it runs in float64, which leaves eight digits; linearly dependent columns become noise or zeros, never longer than unit
-norm. Neither synchronizes with the host.
+On the CPU: Householder QR, the fastest at ranks from 1 to 32. On CUDA, where a batched QR is slow: Cholesky-QR twice, a handful
+of kernels, in float64 because the first pass squares the condition number. Linearly dependent columns become noise or zeros, never
+longer than unit norm. Neither synchronizes with the host.
 
 Note [Launches]
-On a GPU these operations are small, and launch overhead dominates: with one call per matrix a hook of rank 4 kept the host busier
-than the whole backward of GPT-2. So factors of equal length are one batch, Gram matrices of all lengths are stored together, and
+On a GPU launch overhead dominates. So factors of equal length are one batch, Gram matrices of all lengths are stored together, and
 where torch has no single operation there is a kernel of our own if Triton is installed. Products are one launch each until there
 are so many of one shape that stacking them costs less.
 """

@@ -1,14 +1,9 @@
 """The k elements of largest magnitude: exact, and faster than a sort.
 
-Note [Magnitudes as integers]
-The bits of |x|, as an integer, are ordered like |x|, with NaN above infinity. So integers are compared, a NaN is always among the
-largest and never dropped silently, and ties go to the lower index.
-
-Note [Estimate, then select exactly]
-torch.topk of one element in a hundred of a whole bucket takes ten times as long as one pass that collects all elements above a
-bound. A sample gives a bound that slightly more than k elements reach; the k largest of those are then selected exactly. If fewer
-than k reach it, or far too many, the estimate was bad and topk runs on all elements. The result is deterministic and does not
-depend on the estimate. On CUDA, where the host would have to wait for the length of the list, it is topk from the start.
+Magnitudes are compared as the integers of their bits, which have the same order, with NaN above infinity: a NaN is never dropped.
+Ties go to the lower index. On the CPU a sample gives a bound that slightly more than k elements reach, and the k largest of those
+are selected exactly; if fewer than k reach it, or far too many, topk runs on all elements. The result does not depend on the
+estimate. On CUDA, where the host would have to wait for the length of the list, it is topk from the start.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """`OuterHook`: hooks that communicate every few steps, and then parameters instead of gradients.
 
 Gradients stay on their rank, and each rank's optimizer updates its own parameters. The outer step makes the ranks one model
-again. It runs after the optimizer's step, because parameters must not be written during backward.
-
-Note [Two halves of an outer step]
-`after_step` is a generator of collectives like `reduce`: it combines this rank's parameters with those of the other ranks.
-`settle` communicates nothing: it computes the new parameters from the result. They are separate so that the second can run some
-steps later (`delay`), while the bytes of the first are in flight.
+again. It runs after the optimizer's step, because parameters must not be written during backward. It has two halves: `after_step`,
+a generator of collectives like `reduce`, combines this rank's parameters with those of the others; `settle` computes the new
+parameters from the result, possibly some steps later (`delay`), while the bytes of the first are in flight.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """DiLoCo, whole and in fragments: every few steps an outer optimizer moves the parameters by the mean of the ranks' progress.
 
-Each rank trains by itself with its own optimizer. See `periodic.base` for the two halves of such a hook.
-
-Note [What is equal on all ranks]
-After an outer step of `local_sgd` and `diloco` all ranks hold the same bits. The anchor of DiLoCo, the parameters that all ranks
-started the round from, and the outer momentum are always the same bits on every rank, because they are computed from such values
-only.
+The anchor (the parameters that all ranks started the round from) and the outer momentum are the same bits on every rank, because
+they are computed from such values only.
 """
 
 from __future__ import annotations
@@ -52,16 +48,13 @@ class DiLoCo(OuterHook):
 
     @property
     def outer_collectives(self) -> int | None:
-        """As many as the inner hook."""
         return self.hook.collectives
 
     @property
     def equalizes(self) -> bool:
-        """The anchor is the same on every rank."""
         return True
 
     def due(self, step: int) -> tuple[int, ...]:
-        """After every `every`-th step."""
         return () if step % self.every else (0,)
 
     def check(self, spec: BucketSpec) -> None:
@@ -99,17 +92,14 @@ class DiLoCo(OuterHook):
         return anchor.sub_(step, alpha=self.outer_lr)
 
     def outer_wire_bytes(self, spec: BucketSpec, world_size: int) -> float | None:
-        """As the inner hook."""
         return self.hook.wire_bytes(_inside(spec), world_size)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def init(self, spec: BucketSpec) -> _Anchored:
-        """No anchor yet."""
         return _Anchored(self.hook.init(_inside(spec)))
 
     def save(self, state: _Anchored, spec: BucketSpec) -> dict[str, Any]:
-        """Anchor, momentum, and what the inner hook saves."""
         parts: dict[str, Mapping[str, Any]] = {"inner": self.hook.save(state.inner, _inside(spec))}
         anchor = state.given if state.anchor is None else split_flat(state.anchor, spec)
         parts["anchor"] = {name: anchor[name] for name in spec.names if name in anchor}
@@ -127,7 +117,6 @@ class DiLoCo(OuterHook):
         return _Anchored(self.hook.load(pick(saved, "inner"), inside), None, momentum, given)
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Anchor and momentum, and what the inner hook shares."""
         inner = self.hook.shared(pick(saved, "inner"))
         return bundle(anchor=pick(saved, "anchor"), momentum=pick(saved, "momentum"), inner=inner)
 

@@ -1,18 +1,21 @@
-"""Local SGD: average the parameters every few steps. See `periodic.base` for the two halves of such a hook."""
+"""Average the parameters every few steps: over all ranks (local SGD), or with a few neighbors (gossip)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.collectives import ReduceOp, all_reduce, all_to_all_single
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import checks_numbers
 from gradwire.hooks.base import Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean
+from gradwire.hooks.numerics.elementwise import wide
+from gradwire.hooks.numerics.rng import generator
 from gradwire.hooks.periodic.base import OuterHook, check_every
 
 
@@ -25,20 +28,16 @@ class LocalSGD(OuterHook):
 
     @property
     def equalizes(self) -> bool:
-        """All ranks take the mean."""
         return True
 
     def due(self, step: int) -> tuple[int, ...]:
-        """After every `every`-th step."""
         return () if step % self.every else (0,)
 
     def after_step(self, parameters: Tensor, state: Any, turn: Turn) -> Reduction:
-        """The mean of the parameters."""
         yield all_reduce(parameters, op=ReduceOp.AVG, label=f"parameters {turn.spec.index}")
         return Reduced(parameters, parameters)
 
     def outer_wire_bytes(self, spec: BucketSpec, world_size: int) -> float | None:
-        """2 (n - 1) / n of the parameters."""
         return 2 * (world_size - 1) / world_size * spec.nbytes
 
     def __repr__(self) -> str:
@@ -64,11 +63,9 @@ class PostLocalSGD(LocalSGD):
     collectives = None
 
     def averages_gradients(self, step: int) -> bool:
-        """In the first `start` steps."""
         return step < self.start
 
     def due(self, step: int) -> tuple[int, ...]:
-        """After every `every`-th step from `start` on."""
         return (0,) if step > self.start and (step - self.start) % self.every == 0 else ()
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
@@ -78,7 +75,6 @@ class PostLocalSGD(LocalSGD):
         return Reduced(grad, grad)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """As the mean, and after `start` steps nothing."""
         return Mean().wire_bytes(spec, world_size) if step < self.start else 0.0
 
     def __repr__(self) -> str:
@@ -95,3 +91,67 @@ def post_local_sgd(*, start: int, every: int) -> OuterHook:
     if start < 0:
         raise UsageError(f"post_local_sgd(start={start}): must be at least 0. Pass a number of steps.")
     return PostLocalSGD(every, start)
+
+
+TOPOLOGIES = ("ring", "random")
+
+
+@dataclass(frozen=True, slots=True)
+class Gossip(OuterHook):
+    """The hook of `gossip`."""
+
+    topology: str
+    every: int
+    seed: int
+
+    def due(self, step: int) -> tuple[int, ...]:
+        return () if step % self.every else (0,)
+
+    def neighbors(self, turn: Turn) -> list[int]:
+        """The ranks with which this one averages in this turn, with equal weights."""
+        rank, n = turn.rank, turn.world_size
+        if self.topology == "ring":
+            return sorted({(rank - 1) % n, (rank + 1) % n} - {rank})
+        # The same pairs for all buckets of a turn. On the CPU, because the host needs the result to submit.
+        common = replace(turn, spec=replace(turn.spec, index=0, names=(), device=torch.device("cpu")))
+        order = torch.randperm(n, generator=generator(self.seed, common, shared=True)).tolist()
+        mate = order.index(rank) ^ 1
+        return [order[mate]] if mate < n else []
+
+    def after_step(self, parameters: Tensor, state: Any, turn: Turn) -> Reduction:
+        if turn.world_size == 1:
+            return Reduced(parameters, parameters)
+        others = self.neighbors(turn)
+        numel = parameters.numel()
+        splits = [numel if rank in others else 0 for rank in range(turn.world_size)]
+        sent = torch.cat([parameters] * len(others)) if others else parameters.new_empty(0)
+        received = torch.empty_like(sent)
+        label = f"parameters {turn.spec.index}"
+        yield all_to_all_single(received, sent, output_split_sizes=splits, input_split_sizes=splits, label=label)
+        total = parameters.to(wide(parameters.dtype), copy=True)
+        for part in received.view(len(others), numel):
+            total.add_(part)
+        return Reduced(total.div_(1 + len(others)).to(parameters.dtype), parameters)
+
+    def outer_wire_bytes(self, spec: BucketSpec, world_size: int) -> float | None:
+        neighbors = min(world_size - 1, 2 if self.topology == "ring" else 1)
+        return float(neighbors * spec.nbytes)
+
+    def __repr__(self) -> str:
+        return f"gossip(topology={self.topology!r}, every={self.every}, seed={self.seed})"
+
+
+@checks_numbers
+def gossip(*, topology: str = "ring", every: int = 1, seed: int = 0) -> OuterHook:
+    """Average the parameters with those of the neighbors after every `every`-th step (D-PSGD, arXiv 1705.09056).
+
+    On a "ring" these are the two adjacent ranks, each with weight one third; "random" draws new pairs of ranks each time, from a
+    shared seed (one of an odd number stays alone). The averaging preserves the mean of all ranks' parameters, and the ranks
+    converge toward it but never reach it: call `model.average_parameters()` at the end of training. Requires
+    `model.attach_optimizer(optimizer)`. No persistent memory.
+    On the wire: the parameters' bytes twice ("ring" of three or more), or once, for any number of ranks.
+    """
+    check_every("gossip", every=every)
+    if topology not in TOPOLOGIES:
+        raise UsageError(f"gossip(topology={topology!r}): unknown. Use one of {', '.join(map(repr, TOPOLOGIES))}.")
+    return Gossip(topology, every, seed)

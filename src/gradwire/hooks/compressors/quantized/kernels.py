@@ -184,23 +184,8 @@ def _decode(
     else:
         for plane in tl.static_range(8 // BITS):
             _decode_plane(
-                codes,
-                scales,
-                out,
-                at,
-                left,
-                here,
-                stride,
-                summed,
-                factor,
-                plane,
-                BITS,
-                BLOCK,
-                TILE,
-                SUMS,
-                SCALED,
-                False,
-            )
+                codes, scales, out, at, left, here, stride, summed, factor, plane, BITS, BLOCK, TILE, SUMS, SCALED, False,
+            )  # fmt: skip
 
 
 @inlined

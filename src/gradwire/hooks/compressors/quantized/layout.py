@@ -2,14 +2,10 @@
 
 Pure arithmetic: nothing here reads a tensor.
 
-Note [A message]
-A message has one row per rank. For each bit width (`Part`) a row holds the codes of its blocks, one block after another, then their
-scales, one float32 each; both are padded to 16 bytes, so that a device can write whole words. Within a block the codes are packed
-in planes: byte j of a block of B elements with p codes per byte holds the elements j, j + B/p, j + 2 B/p, ..., the first in its
-lowest bits. So a loop over bytes reads and writes contiguous memory and can be vectorized.
-
-Scales are float32 and not narrower: gradients need the whole range of exponents, and at 256 elements per block they cost an eighth
-of a bit per element.
+A message has one row per rank. For each bit width (`Part`) a row holds the codes of its blocks, then their float32 scales, both
+padded to 16 bytes, so that a device can write whole words. Within a block the codes are packed in planes: byte j of a block of B
+elements with p codes per byte holds the elements j, j + B/p, j + 2 B/p, ..., the first in its lowest bits. So a loop over bytes
+reads and writes contiguous memory and can be vectorized.
 """
 
 from __future__ import annotations
@@ -91,7 +87,6 @@ class Layout:
     block: int
 
     def parts(self, ranks: int) -> tuple[Part, ...]:
-        """Each section's place in a message with one row per rank."""
         sized = [(s, -(-_blocks(s.slices.numel, self.block) // ranks)) for s in self.sections]
         placed, at = [], 0
         for section, blocks in sized:

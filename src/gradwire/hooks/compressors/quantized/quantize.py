@@ -16,7 +16,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.quantized import codec
 from gradwire.hooks.compressors.quantized.layout import WIDTHS, Layout, Rules, lay_out
-from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, float32_error, real, refuse_sparse
+from gradwire.hooks.numerics.elementwise import as_dtype, float32_error, real
 from gradwire.hooks.numerics.rng import key as rng_key
 
 _ROUNDINGS = ("nearest", "stochastic")
@@ -28,6 +28,7 @@ class Quantize(CommHook):
     """The hook of `quantize`."""
 
     collectives = 2
+    dense_only = True
     traits = Trait.AVERAGES
 
     rules: Rules
@@ -36,8 +37,7 @@ class Quantize(CommHook):
     seed: int
 
     def check(self, spec: BucketSpec) -> None:
-        """Raise unless the bucket is dense and each parameter has a bit width."""
-        check_dense(self, spec)
+        CommHook.check(self, spec)
         lay_out(spec, self.rules, self.block)
 
     def init(self, spec: BucketSpec) -> Layout:
@@ -46,7 +46,7 @@ class Quantize(CommHook):
 
     def reduce(self, grad: Tensor, state: Layout, turn: Turn) -> Reduction:
         """Send quantized slices to their owners, which average them; gather the means, quantized again."""
-        refuse_sparse(grad, self, turn.spec)
+        self.refuse_sparse(grad, turn.spec)
         label = f"bucket {turn.spec.index}"
         flat = real(grad.view(-1))
         pairs = list(zip(state.sections, state.parts(turn.world_size), strict=True))
@@ -94,11 +94,9 @@ class Quantize(CommHook):
             key += 0x3C6EF372
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """As documented at `quantize`."""
         return 2.0 * (world_size - 1) * self.init(spec).stride(world_size)
 
     def error(self, spec: BucketSpec) -> float:
-        """That of float32, in which sums are computed, or of the gradient's dtype if that is coarser."""
         return float32_error(spec)
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.quantized import codec
 from gradwire.hooks.compressors.quantized.layout import Layout, Part, Section
 from gradwire.hooks.compressors.quantized.quantize import parity
-from gradwire.hooks.numerics.elementwise import as_dtype, check_dense, float32_error, real, refuse_sparse
+from gradwire.hooks.numerics.elementwise import as_dtype, float32_error, real
 from gradwire.hooks.numerics.slices import Slices
 
 _SCALES = ("mean", "majority")
@@ -54,19 +54,16 @@ class Sign(CommHook):
     scale: str
     per: str
 
+    dense_only = True
+
     @property
     def traits(self) -> Trait:
-        """`AVERAGES`, and `VOTES` with a majority vote."""
         return Trait.AVERAGES if self.scale == "mean" else Trait.AVERAGES | Trait.VOTES
 
     @property
     def collectives(self) -> int:
         """One all-gather; for a vote an exchange and an all-gather."""
         return 1 if self.scale == "mean" else 2
-
-    def check(self, spec: BucketSpec) -> None:
-        """Raise unless the bucket is dense."""
-        check_dense(self, spec)
 
     def init(self, spec: BucketSpec) -> _ScaleGroups:
         """Which elements share a scale: derived data, not state that is saved."""
@@ -75,7 +72,7 @@ class Sign(CommHook):
 
     def reduce(self, grad: Tensor, state: _ScaleGroups, turn: Turn) -> Reduction:
         """Gather signs and scales; or exchange signs, count votes, gather the results."""
-        refuse_sparse(grad, self, turn.spec)
+        self.refuse_sparse(grad, turn.spec)
         flat = real(grad.view(-1))
         scales = state.scales(flat.to(torch.float32))
         reduction = self._mean if self.scale == "mean" else self._majority
@@ -136,7 +133,6 @@ class Sign(CommHook):
         return Reduced(value, sent)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """As documented at `sign`."""
         counts = _counts(spec, self.per)
         if self.scale == "mean":
             return float((world_size - 1) * (_part(sum(counts), 1).blocks * _BLOCK // 8 + 4 * len(counts)))
@@ -144,7 +140,6 @@ class Sign(CommHook):
         return float((world_size - 1) * (2 * codes + 4 * len(counts)))
 
     def error(self, spec: BucketSpec) -> float:
-        """That of float32, in which sums are computed, or of the gradient's dtype if that is coarser."""
         return float32_error(spec)
 
     def __repr__(self) -> str:

@@ -1,0 +1,21 @@
+"""Small models and their inputs, the same for every test file."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def mlp(*, hidden: int = 1, seed: int | None = None) -> nn.Sequential:
+    """From 4 features to 2, with `hidden` layers of 8; with a seed, the same parameters on every call."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    layers: list[nn.Module] = [nn.Linear(4, 8), nn.ReLU()]
+    for _ in range(hidden - 1):
+        layers += [nn.Linear(8, 8), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(8, 2))
+
+
+def inputs(rank: int, step: int = 0, rows: int = 3) -> Tensor:
+    """The batch of a rank in a step."""
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(100 * step + rank))
