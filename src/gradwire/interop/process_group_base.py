@@ -195,7 +195,7 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
 
     def reconfigure(self, *args: object, **named: object) -> Any:
         """Not possible, under any of its three names: a gradwire group has the members it was made with."""
-        raise UsageError(f"changing the members of {self.group}: they are fixed. Make a new group over a store.")
+        raise UsageError(f"changing the ranks of {self.group}: its members are fixed. Make a new group over a store.")
 
     merge_remote_group = get_reconfigure_handle = reconfigure
 

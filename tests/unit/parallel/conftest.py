@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gradwire.groups import Group
+from gradwire.groups import Group, ThreadGroup
 
 Loss = Callable[[nn.Module], Tensor]
 
@@ -37,6 +37,14 @@ def _assert_gradients(model: nn.Module, expected: dict[str, Tensor | None]) -> N
         else:
             assert grad is not None, name
             torch.testing.assert_close(grad.to_dense(), want, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    """A group of one rank."""
+    (group,) = ThreadGroup.world(1, timeout=20)
+    yield group
+    group.close()
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gradwire import DivergenceCheck, observe
 from gradwire.collectives import OpKind
 from gradwire.errors import NoDefaultGroup, ReplicasDiverged, UsageError, UsageTypeError
-from gradwire.groups import Group, Recording, ThreadGroup
+from gradwire.groups import Group, Recording
 from gradwire.hooks import local_sgd
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
@@ -275,8 +275,7 @@ def test_torchs_ddp_on_its_default_group(torch_world: Callable[..., Any]) -> Non
     run_ranks(rank_main, 3, kind="gloo")
 
 
-def test_wrong_arguments() -> None:
-    (group,) = ThreadGroup.world(1)
+def test_wrong_arguments(group: Group) -> None:
     net = nn.BatchNorm1d(2)
     with pytest.raises(UsageError, match="every=0"):
         DivergenceCheck(net, group, every=0)
@@ -299,4 +298,3 @@ def test_wrong_arguments() -> None:
     with pytest.raises(NoDefaultGroup, match=r"Or pass your own group: DivergenceCheck\(model, group\)"):
         DivergenceCheck(net)
     assert DivergenceCheck(nn.ReLU(), group).check() == []
-    group.close()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.errors import HookError
-from gradwire.groups import Group, ThreadGroup
+from gradwire.groups import Group
 from gradwire.hooks import (
     BucketSpec,
     CommHook,
@@ -201,8 +201,7 @@ def test_a_hook_that_cannot_tell_what_it_owes_is_warned_of() -> None:
         states_of(chain(add_noise(std=1.0), quantize(bits=8))).transfer_to(mean(), step=1)
 
 
-def test_the_warning_names_the_line_that_set_the_hook() -> None:
-    (group,) = ThreadGroup.world(1)
+def test_the_warning_names_the_line_that_set_the_hook(group: Group) -> None:
     model = nn.Linear(2, 1)
     replica = replicate(model, group=group, hook=Hoarder())
     model(torch.ones(1, 2)).sum().backward()
@@ -210,7 +209,6 @@ def test_the_warning_names_the_line_that_set_the_hook() -> None:
         replica.set_hook(mean())
     assert caught[0].filename == __file__
     replica.detach()
-    group.close()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import HookError
-from gradwire.groups import Group, ThreadGroup
+from gradwire.groups import Group
 from gradwire.hooks import (
     BucketSpec,
     CommHook,
@@ -173,8 +173,7 @@ def test_hooks_that_look_across_parameters_go_on_with_the_buckets_of_the_run_tha
         assert torch.equal(expected, resumed)
 
 
-def test_the_state_is_by_parameter_name_and_is_a_copy() -> None:
-    (group,) = ThreadGroup.world(1, timeout=20)
+def test_the_state_is_by_parameter_name_and_is_a_copy(group: Group) -> None:
     replica = replicate(model := copy.deepcopy(NET), group=group, hook=HOOK)
     train(model, 0, range(3))
     state = replica.hook_state_dict()
@@ -193,7 +192,6 @@ def test_the_state_is_by_parameter_name_and_is_a_copy() -> None:
         replica.hook_state_dict()["state"]["0.weight"]["residual"], kept
     )  # before any bucket asked for it
     replica.detach()
-    group.close()
 
 
 def test_a_residual_stays_with_its_rank_and_a_new_rank_starts_with_zeros() -> None:
@@ -248,12 +246,10 @@ def test_a_state_of_another_hook_names_both() -> None:
         (lambda d: None, "it lacks hook"),
     ],
 )
-def test_what_is_no_state_is_refused(spoil: Any, words: str) -> None:
-    (group,) = ThreadGroup.world(1, timeout=20)
+def test_what_is_no_state_is_refused(group: Group, spoil: Any, words: str) -> None:
     ddp = build(group, HOOK)
     with pytest.raises(HookError, match=words):
         ddp.load_hook_state_dict(spoil(ddp.hook_state_dict()))
-    group.close()
 
 
 def test_if_one_rank_cannot_load_none_does() -> None:
@@ -345,8 +341,7 @@ def test_states_of_different_steps_are_refused() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_not_during_backward_and_not_under_a_hook_of_torchs() -> None:
-    (group,) = ThreadGroup.world(1, timeout=20)
+def test_not_during_backward_and_not_under_a_hook_of_torchs(group: Group) -> None:
     ddp = build(group, HOOK)
     state = ddp.hook_state_dict()
     said: list[str] = []
@@ -368,7 +363,6 @@ def test_not_during_backward_and_not_under_a_hook_of_torchs() -> None:
     other.register_comm_hook(None, torchs)
     with pytest.raises(HookError, match="torchs, which keeps its own state"):
         other.hook_state_dict()
-    group.close()
 
 
 # -- after a failure -----------------------------------------------------------------------------------------------------
@@ -448,9 +442,8 @@ def test_the_same_methods_under_torchs_own_ddp(torch_world: Callable[..., Any]) 
         assert torch.equal(expected, resumed)
 
 
-def test_names_of_a_compiled_model_are_those_of_the_uncompiled_one() -> None:
+def test_names_of_a_compiled_model_are_those_of_the_uncompiled_one(group: Group) -> None:
     """In the functions for torch's own wrappers, and in states that were saved when the prefix was part of the names."""
-    (group,) = ThreadGroup.world(1)
     weight = torch.zeros(4)
 
     def fsdp_hook(name: str) -> Any:
@@ -472,4 +465,3 @@ def test_names_of_a_compiled_model_are_those_of_the_uncompiled_one() -> None:
     fsdp_hook("block.weight")(fresh)
     assert torch.equal(*results)
     assert not torch.equal(results[0], fresh)  # which has no residual of a step before
-    group.close()

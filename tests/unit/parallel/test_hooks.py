@@ -234,11 +234,10 @@ def test_a_second_registration_changes_nothing(ddp: DDP) -> None:
     assert ddp._get_ddp_logging_data()["comm_hook"] == "plain"
 
 
-def test_a_state_is_freed_with_the_model() -> None:
+def test_a_state_is_freed_with_the_model(group: Group) -> None:
     class State:
         pass
 
-    (group,) = ThreadGroup.world(1, timeout=20)
     model = DDP(mlp(), process_group=group)
     state = State()
     model.register_comm_hook(state, lambda s, bucket: done(bucket.buffer()))
@@ -248,7 +247,6 @@ def test_a_state_is_freed_with_the_model() -> None:
     assert weak() is not None
     del model
     assert weak() is None
-    group.close()
 
 
 # -- set_hook ----------------------------------------------------------------------------------------------------------------
@@ -480,12 +478,11 @@ def test_a_weighted_mean_is_measured_by_its_weights() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mean", "torch's", "weighted_mean"])
-def test_a_weight_that_has_no_effect_is_a_warning(kind: str) -> None:
+def test_a_weight_that_has_no_effect_is_a_warning(group: Group, kind: str) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     from gradwire.hooks import weighted_mean
 
-    (group,) = ThreadGroup.world(1)
     model = DDP(mlp(), process_group=group)
     if kind == "torch's":
         model.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -501,20 +498,17 @@ def test_a_weight_that_has_no_effect_is_a_warning(kind: str) -> None:
         (text,) = texts
         assert "set_weight(3) has no effect with the hook " + {"mean": "mean()"}.get(kind, "allreduce_hook") in text
         assert "model.set_hook(gw.hooks.weighted_mean())" in text
-    group.close()
 
 
-def test_a_hook_of_torch_without_a_process_group_says_which_to_pass() -> None:
+def test_a_hook_of_torch_without_a_process_group_says_which_to_pass(group: Group) -> None:
     """torch's hooks take None for the default process group, which there is not under gw.init()."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    (group,) = ThreadGroup.world(1)
     model = DDP(mlp(), process_group=group)
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     with pytest.raises(AttributeError) as caught:
         model(inputs(0)).sum().backward()
     assert "register_comm_hook(gw.as_process_group(group), hook)" in caught.value.__notes__[-1]
-    group.close()
 
 
 class Raising(CommHook):

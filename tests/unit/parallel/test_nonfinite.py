@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import NonFiniteGradient, Origin
-from gradwire.groups import Group, Recording, ThreadGroup
+from gradwire.groups import Group, Recording
 from gradwire.hooks import (
     CommHook,
     Reduced,
@@ -375,8 +375,7 @@ def test_the_pages_tell_the_truth(name: str) -> None:
         exec(block, {})
 
 
-def test_a_model_dropped_in_the_middle_of_a_step_is_freed_at_once() -> None:
-    (group,) = ThreadGroup.world(1)
+def test_a_model_dropped_in_the_middle_of_a_step_is_freed_at_once(group: Group) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     replica = replicate(module, group=group, nonfinite=NonFinite.RAISE, buckets=Buckets((1,), from_start=True))
     module(torch.ones(1, 2))
@@ -389,4 +388,3 @@ def test_a_model_dropped_in_the_middle_of_a_step_is_freed_at_once() -> None:
         assert weak() is None
     finally:
         gc.enable()
-    group.close()

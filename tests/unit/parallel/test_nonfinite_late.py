@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gradwire import observe
 from gradwire.collectives.finite import overflow_limit
 from gradwire.errors import NonFiniteGradient, Origin
-from gradwire.groups import Group, Recording, ThreadGroup
+from gradwire.groups import Group, Recording
 from gradwire.hooks import BucketSpec, CommHook, Reduction, Turn, cast, chain, error_feedback, mean, top_k
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
@@ -213,20 +213,17 @@ def test_a_loop_that_does_not_zero_gradients_goes_on_after_a_skipped_step(flags:
 
 
 @pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_finish_checks_leaves_no_gradients_of_a_skipped_step() -> None:
-    (group,) = ThreadGroup.world(1)
+def test_finish_checks_leaves_no_gradients_of_a_skipped_step(group: Group) -> None:
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
     optimizer = attached(ddp, fused(ddp))
     train_until(ddp, optimizer, bad=3)
     optimizer.step()
     ddp.finish_checks()
     assert all(p.grad is None for p in ddp.parameters())
-    group.close()
 
 
 @pytest.mark.parametrize("how", ["set_hook", "load_hook_state_dict"])
-def test_what_replaces_the_states_reports_first(how: str) -> None:
-    (group,) = ThreadGroup.world(1)
+def test_what_replaces_the_states_reports_first(group: Group, how: str) -> None:
     model = Model()
     replica = replicate(model, group=group, nonfinite=NonFinite.RAISE)
     optimizer = fused(model)
@@ -237,7 +234,6 @@ def test_what_replaces_the_states_reports_first(how: str) -> None:
     with pytest.raises(NonFiniteGradient, match="in step 3"):
         replica.set_hook(mean()) if how == "set_hook" else replica.load_hook_state_dict(saved)
     replica.detach()
-    group.close()
 
 
 class _Stateful(CommHook):
@@ -258,8 +254,7 @@ class _Stateful(CommHook):
 
 
 @pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_the_state_of_a_hook_is_restored() -> None:
-    (group,) = ThreadGroup.world(1)
+def test_the_state_of_a_hook_is_restored(group: Group) -> None:
     model = Model()
     replica = replicate(model, group=group, hook=_Stateful(), nonfinite=NonFinite.SKIP)
     optimizer = fused(model)
@@ -272,10 +267,9 @@ def test_the_state_of_a_hook_is_restored() -> None:
         3.0
     }  # the first buckets are others
     replica.detach()
-    group.close()
 
 
-def test_the_first_parameter_in_a_model_of_several_dtypes() -> None:
+def test_the_first_parameter_in_a_model_of_several_dtypes(group: Group) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -285,7 +279,6 @@ def test_the_first_parameter_in_a_model_of_several_dtypes() -> None:
             out: Tensor = self.c(Scale.apply(self.b(self.a(x).double()), factor).float())
             return out
 
-    (group,) = ThreadGroup.world(1)
     ddp = DDP(Mixed(), process_group=group, nonfinite=NonFinite.RAISE, bucket_cap_mb=1e-5)
     optimizer = attached(ddp, fused(ddp))
     for number in range(5):
@@ -298,12 +291,10 @@ def test_the_first_parameter_in_a_model_of_several_dtypes() -> None:
         else:
             loss.backward()
             optimizer.step()
-    group.close()
 
 
-def test_a_pending_result_keeps_no_bucket() -> None:
+def test_a_pending_result_keeps_no_bucket(group: Group) -> None:
     """Their memory is released at the end of backward, if it is allocated for each."""
-    (group,) = ThreadGroup.world(1)
     model = Model()
     memory = Buckets(memory=BucketMemory.DURING_BACKWARD)
     replica = replicate(model, group=group, nonfinite=NonFinite.RECORD, buckets=memory)
@@ -314,7 +305,6 @@ def test_a_pending_result_keeps_no_bucket() -> None:
     assert len(held) == 5
     assert all(number.untyped_storage().nbytes() <= 64 for number in held)
     replica.detach()
-    group.close()
 
 
 def test_a_healthy_step_costs_no_collective() -> None:
@@ -335,8 +325,7 @@ def test_a_healthy_step_costs_no_collective() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_a_model_dropped_with_a_result_pending_is_freed_at_once() -> None:
-    (group,) = ThreadGroup.world(1)
+def test_a_model_dropped_with_a_result_pending_is_freed_at_once(group: Group) -> None:
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
     optimizer = fused(ddp)
     ddp.attach_optimizer(optimizer)
@@ -353,12 +342,11 @@ def test_a_model_dropped_with_a_result_pending_is_freed_at_once() -> None:
     finally:
         gc.enable()
     optimizer.step()
-    group.close()
 
 
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
-def test_the_right_parameters_are_found(data: st.DataObject) -> None:
+def test_the_right_parameters_are_found(group: Group, data: st.DataObject) -> None:
     """Of any shape, in any layout of memory, kept in `.grad` or overwritten."""
     shapes = data.draw(st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=5))
     gradients = data.draw(st.sampled_from(list(Gradients)))
@@ -374,7 +362,6 @@ def test_the_right_parameters_are_found(data: st.DataObject) -> None:
         number = data.draw(st.sampled_from([k for k, p in enumerate(model) if p.numel()]))
         bad.setdefault(number, (data.draw(st.integers(0, model[number].numel() - 1)), value))
     keep = data.draw(st.booleans())
-    (group,) = ThreadGroup.world(1)
     replica = replicate(model, group=group, nonfinite=NonFinite.RECORD, gradients=gradients)
     for turn in range(2):
         for p in model:
@@ -394,7 +381,6 @@ def test_the_right_parameters_are_found(data: st.DataObject) -> None:
     assert set(found) == {(kinds[number], number, None) for number in bad}
     assert averages
     replica.detach()
-    group.close()
 
 
 def _pending(replica: Any) -> LateCheck:
@@ -421,9 +407,8 @@ GRADS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
 @pytest.mark.parametrize("layout", GRADS.values(), ids=GRADS)
-def test_gradients_in_other_layouts(layout: Callable[[Tensor], Tensor]) -> None:
+def test_gradients_in_other_layouts(group: Group, layout: Callable[[Tensor], Tensor]) -> None:
     """What lies between their elements, or before them, is not examined."""
-    (group,) = ThreadGroup.world(1)
     model = nn.Linear(3, 2, bias=False)
     replica = replicate(model, group=group, nonfinite=NonFinite.RAISE)
     optimizer = fused(model)
@@ -444,7 +429,6 @@ def test_gradients_in_other_layouts(layout: Callable[[Tensor], Tensor]) -> None:
         else:
             replica.after_forward((2 * model.weight * factor).sum()).backward()
             optimizer.step()
-    group.close()
 
 
 @pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16])

@@ -113,8 +113,7 @@ def test_a_step_that_the_attached_optimizer_may_not_make_is_waited_for() -> None
     run_ranks(rank_main, 2)
 
 
-def test_with_a_grad_scaler_either_skips_the_step() -> None:
-    (group,) = ThreadGroup.world(1)
+def test_with_a_grad_scaler_either_skips_the_step(group: Group) -> None:
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
     optimizer = fused(ddp)
     ddp.attach_optimizer(optimizer)
@@ -135,15 +134,13 @@ def test_with_a_grad_scaler_either_skips_the_step() -> None:
         scaler.update()
         assert not hasattr(optimizer, "found_inf")
         assert any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)) == (not bad)
-    group.close()
 
 
 @pytest.mark.parametrize("policy", [NonFinite.SKIP, NonFinite.RAISE])
 @pytest.mark.parametrize("keyword", [False, True])
 @pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_a_backward_in_the_closure_of_a_step(policy: NonFinite, keyword: bool) -> None:
+def test_a_backward_in_the_closure_of_a_step(group: Group, policy: NonFinite, keyword: bool) -> None:
     """As Lightning calls it: the flag of that backward counts, not the one before."""
-    (group,) = ThreadGroup.world(1)
     ddp = DDP(Model(), process_group=group, nonfinite=policy)
     optimizer = fused(ddp)
     ddp.attach_optimizer(optimizer)
@@ -163,15 +160,13 @@ def test_a_backward_in_the_closure_of_a_step(policy: NonFinite, keyword: bool) -
         moved = any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
         assert moved == (number not in (3, 6) and not raises)
         assert raises or not hasattr(optimizer, "found_inf")
-    group.close()
 
 
 @pytest.mark.parametrize("case", ["first two bad", "late parameter", "momentum later"])
 @pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_momentum_is_never_left_uninitialized(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_momentum_is_never_left_uninitialized(group: Group, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.empty_like is what fused SGD begins with, and a step that the device skips does not write to it."""
     monkeypatch.setattr(torch, "empty_like", lambda t: torch.full_like(t, 1e30))
-    (group,) = ThreadGroup.world(1)
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
     first, last = list(ddp.module.first.parameters()), list(ddp.module.last.parameters())
     groups = [{"params": first}, {"params": [*last, ddp.module.empty]}]
@@ -190,12 +185,10 @@ def test_momentum_is_never_left_uninitialized(case: str, monkeypatch: pytest.Mon
                 p.grad = None
         optimizer.step()
         assert all(float(p.detach().abs().max()) < 100 for p in ddp.parameters() if p.numel())
-    group.close()
 
 
 @pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_an_optimizer_that_cannot_skip_any_more_is_waited_for() -> None:
-    (group,) = ThreadGroup.world(1)
+def test_an_optimizer_that_cannot_skip_any_more_is_waited_for(group: Group) -> None:
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
     optimizer = fused(ddp)
     ddp.attach_optimizer(optimizer)
@@ -208,13 +201,11 @@ def test_an_optimizer_that_cannot_skip_any_more_is_waited_for() -> None:
                 one["fused"] = None
         optimizer.step()
         assert any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)) == (number != 3)
-    group.close()
 
 
 @pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_one_optimizer_of_two_models() -> None:
+def test_one_optimizer_of_two_models(group: Group) -> None:
     """Either model has it skip, and nothing of it is left on the optimizer."""
-    (group,) = ThreadGroup.world(1)
     models = [DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP) for _ in range(2)]
     both = [p for model in models for p in model.parameters()]
     optimizer = torch.optim.Adam(both, lr=0.05, fused=True)
@@ -229,11 +220,9 @@ def test_one_optimizer_of_two_models() -> None:
         optimizer.step()
         assert not hasattr(optimizer, "found_inf")
         assert any(not torch.equal(a, b) for a, b in zip(before, both, strict=True)) == (bad is None)
-    group.close()
 
 
-def test_an_optimizer_whose_step_has_raised_keeps_nothing() -> None:
-    (group,) = ThreadGroup.world(1)
+def test_an_optimizer_whose_step_has_raised_keeps_nothing(group: Group) -> None:
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
     optimizer = fused(ddp)
     ddp.attach_optimizer(optimizer)
@@ -255,7 +244,6 @@ def test_an_optimizer_whose_step_has_raised_keeps_nothing() -> None:
     optimizer.step()
     assert any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
     assert not hasattr(optimizer, "found_inf")
-    group.close()
 
 
 AFTER_BACKWARD: dict[str, Callable[[DDP, torch.optim.Optimizer], torch.optim.Optimizer]] = {
@@ -268,8 +256,7 @@ AFTER_BACKWARD: dict[str, Callable[[DDP, torch.optim.Optimizer], torch.optim.Opt
 
 
 @pytest.mark.parametrize("change", AFTER_BACKWARD.values(), ids=AFTER_BACKWARD)
-def test_no_other_optimizer_uses_a_bad_step(change: Any) -> None:
-    (group,) = ThreadGroup.world(1)
+def test_no_other_optimizer_uses_a_bad_step(group: Group, change: Any) -> None:
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
     optimizer = attached(ddp, fused(ddp))
     steps = []
@@ -283,14 +270,12 @@ def test_no_other_optimizer_uses_a_bad_step(change: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
     for one in (optimizer, other):
         assert not hasattr(one, "found_inf")
-    group.close()
 
 
 @pytest.mark.parametrize("how", ["finish_checks", "dropped", "no_sync"])
 @pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_steps_after_a_bad_one_are_made(how: str) -> None:
+def test_steps_after_a_bad_one_are_made(group: Group, how: str) -> None:
     """Whatever computes their gradients: the flag was for one step."""
-    (group,) = ThreadGroup.world(1)
     module = Model()
     ddp = DDP(module, process_group=group, nonfinite=NonFinite.SKIP)
     optimizer = attached(ddp, fused(ddp))
@@ -307,13 +292,11 @@ def test_steps_after_a_bad_one_are_made(how: str) -> None:
             step(ddp if how == "no_sync" else module, 0, number)
         optimizer.step()
         assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
-    group.close()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_a_compiled_step_of_the_optimizer_skips(backend: str) -> None:
-    (group,) = ThreadGroup.world(1)
+def test_a_compiled_step_of_the_optimizer_skips(group: Group, backend: str) -> None:
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
     optimizer = attached(ddp, fused(ddp))
     compiled = torch.compile(optimizer.step, backend=backend)
@@ -324,11 +307,10 @@ def test_a_compiled_step_of_the_optimizer_skips(backend: str) -> None:
         compiled()
         assert any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)) == (number != 3)
     torch._dynamo.reset()
-    group.close()
 
 
 @pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_what_a_step_without_an_optimizer_has_left_in_parameters_that_the_next_does_not_use() -> None:
+def test_what_a_step_without_an_optimizer_has_left_in_parameters_that_the_next_does_not_use(group: Group) -> None:
     """It is not looked at with the next one's averages, and must not be used with them either."""
 
     class Two(nn.Module):
@@ -340,7 +322,6 @@ def test_what_a_step_without_an_optimizer_has_left_in_parameters_that_the_next_d
             out: Tensor = self.always(x)
             return out + self.sometimes(x) * factor if both else out
 
-    (group,) = ThreadGroup.world(1)
     flags = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 1e-5}
     ddp = DDP(Two(), process_group=group, nonfinite=NonFinite.SKIP, **flags)  # type: ignore[arg-type]
     optimizer = attached(ddp, fused(ddp))
@@ -350,10 +331,9 @@ def test_what_a_step_without_an_optimizer_has_left_in_parameters_that_the_next_d
             ddp(torch.ones(1, 4), both, math.nan if number == 3 else 1.0).sum().backward()
         optimizer.step()
     assert all_finite(ddp)
-    group.close()
 
 
-def test_an_optimizer_with_a_step_of_its_own_is_waited_for() -> None:
+def test_an_optimizer_with_a_step_of_its_own_is_waited_for(group: Group) -> None:
     class Mine(torch.optim.Adam):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             with torch.no_grad():
@@ -361,7 +341,6 @@ def test_an_optimizer_with_a_step_of_its_own_is_waited_for() -> None:
                     if p.grad is not None:
                         p -= 0.1 * p.grad
 
-    (group,) = ThreadGroup.world(1)
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
     optimizer = fused(ddp, Mine)
     ddp.attach_optimizer(optimizer)
@@ -371,7 +350,6 @@ def test_an_optimizer_with_a_step_of_its_own_is_waited_for() -> None:
         optimizer.step()
     with pytest.raises(NonFiniteGradient, match="No average was written"):
         step(ddp, 0, 3, math.nan)
-    group.close()
 
 
 def step_in_order(ddp: DDP, a: torch.optim.Optimizer, order: str) -> None:
@@ -383,8 +361,7 @@ def step_in_order(ddp: DDP, a: torch.optim.Optimizer, order: str) -> None:
 
 @pytest.mark.parametrize("order", ["B, A", "A, B", "A, A", "A, B, A"])
 @pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_no_later_step_uses_bad_gradients(order: str) -> None:
-    (group,) = ThreadGroup.world(1)
+def test_no_later_step_uses_bad_gradients(group: Group, order: str) -> None:
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
     optimizer = attached(ddp, fused(ddp))
     train_until(ddp, optimizer, bad=3)
@@ -396,15 +373,13 @@ def test_no_later_step_uses_bad_gradients(order: str) -> None:
     step_in_order(ddp, optimizer, "A, B")
     assert not any(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True) if a.numel())
     assert all_finite(ddp)
-    group.close()
 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_of_two_optimizers_one_has_begun_earlier(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_optimizers_one_has_begun_earlier(group: Group, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both skip a bad step, whichever of them is first in a round."""
     monkeypatch.setattr(late_checks, "on_device", lambda device: late)
-    (group,) = ThreadGroup.world(1)
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
     parameters = list(ddp.parameters())
     first, second = (torch.optim.AdamW(some, fused=True) for some in (parameters[:2], parameters[2:]))
@@ -418,12 +393,10 @@ def test_of_two_optimizers_one_has_begun_earlier(late: bool, monkeypatch: pytest
         second.step()
         assert all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)) == (number == 5)
     assert (ddp.reads_late, ddp.skipped_steps) == (late, 1)
-    group.close()
 
 
 @pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_an_optimizer_that_is_not_attached_steps_with_a_closure() -> None:
-    (group,) = ThreadGroup.world(1)
+def test_an_optimizer_that_is_not_attached_steps_with_a_closure(group: Group) -> None:
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
     optimizer = attached(ddp, fused(ddp))
     train_until(ddp, optimizer, bad=3)
@@ -438,10 +411,9 @@ def test_an_optimizer_that_is_not_attached_steps_with_a_closure() -> None:
 
     assert other.step(closure) == 5.0
     assert all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
-    group.close()
 
 
-def test_a_grad_scaler_of_an_optimizer_without_gradients() -> None:
+def test_a_grad_scaler_of_an_optimizer_without_gradients(group: Group) -> None:
     """torch then sets found_inf to the int 0, not to a tensor."""
 
     class Two(nn.Module):
@@ -452,7 +424,6 @@ def test_a_grad_scaler_of_an_optimizer_without_gradients() -> None:
         def forward(self, x: Tensor, both: bool) -> Tensor:
             return self.always(x) + (self.sometimes(x) if both else 0)
 
-    (group,) = ThreadGroup.world(1)
     ddp = DDP(Two(), process_group=group, nonfinite=NonFinite.SKIP, find_unused_parameters=True)
     optimizers = [fused(part) for part in (ddp.module.always, ddp.module.sometimes)]
     ddp.attach_optimizer(*optimizers)
@@ -464,11 +435,9 @@ def test_a_grad_scaler_of_an_optimizer_without_gradients() -> None:
             scaler.step(optimizer)
         scaler.update()
     assert ddp.reads_late
-    group.close()
 
 
-def test_what_a_grad_scaler_finds_after_a_step_that_has_raised() -> None:
-    (group,) = ThreadGroup.world(1)
+def test_what_a_grad_scaler_finds_after_a_step_that_has_raised(group: Group) -> None:
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
     extra = nn.Parameter(torch.ones(3))
     optimizer = attached(ddp, torch.optim.AdamW([*ddp.parameters(), extra], lr=0.05, fused=True))
@@ -491,7 +460,6 @@ def test_what_a_grad_scaler_finds_after_a_step_that_has_raised() -> None:
     assert ddp.reads_late
     assert bool(extra.isfinite().all())
     assert all_finite(ddp)
-    group.close()
 
 
 def test_models_that_are_gone_leave_no_hook() -> None:

@@ -130,9 +130,8 @@ def test_an_optimizer_attached_on_one_rank_only_is_waited_for() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_an_optimizer_attached_in_the_middle_of_training() -> None:
+def test_an_optimizer_attached_in_the_middle_of_training(group: Group) -> None:
     """Ranks ask each other again, in fewer and fewer steps."""
-    (group,) = ThreadGroup.world(1)
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
     optimizer = fused(ddp)
     late = []
@@ -146,7 +145,6 @@ def test_an_optimizer_attached_in_the_middle_of_training() -> None:
     assert late == [False] * 8 + [True] * 12
     ddp.finish_checks()
     assert not ddp.reads_late
-    group.close()
 
 
 def test_after_join_ranks_begin_again() -> None:

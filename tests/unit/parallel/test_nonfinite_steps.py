@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradwire import observe
 from gradwire.errors import NonFiniteGradient, Origin
-from gradwire.groups import Group, ThreadGroup
+from gradwire.groups import Group
 from gradwire.hooks import CommHook, chain, dgc, diloco, error_feedback, every, mean, power_sgd, quantize, top_k
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
@@ -277,8 +277,7 @@ def test_skipped_steps_are_counted_and_many_in_a_row_are_shown() -> None:
     )
 
 
-def test_a_skipped_step_is_a_warning_at_the_line_of_the_program_and_no_failure(tmp_path: Path) -> None:
-    (group,) = ThreadGroup.world(1)
+def test_a_skipped_step_is_a_warning_at_the_line_of_the_program_and_no_failure(group: Group, tmp_path: Path) -> None:
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
 
     def train() -> None:
@@ -298,4 +297,3 @@ def test_a_skipped_step_is_a_warning_at_the_line_of_the_program_and_no_failure(t
     assert RecordKind.STEP_FAILED not in kinds
     assert kinds.count(RecordKind.STEP_ENDED) == 3
     assert [warning.step for warning in observe.read_warnings(rings)] == [1]
-    group.close()

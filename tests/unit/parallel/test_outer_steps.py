@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.collectives import Layout, ReduceOp, all_reduce
 from gradwire.errors import GroupAborted, HookError, UsageError, UsageTypeError
-from gradwire.groups import Group, HierarchicalGroup, Recording, ThreadGroup
+from gradwire.groups import Group, HierarchicalGroup, Recording
 from gradwire.hooks import (
     CommHook,
     OuterHook,
@@ -325,9 +325,8 @@ def test_outer_steps_know_of_hosts(delay: int) -> None:
 
 
 @pytest.mark.parametrize("face", ["replica", "torch"])
-def test_who_attaches_again_does_not_count_twice(face: str) -> None:
+def test_who_attaches_again_does_not_count_twice(group: Group, face: str) -> None:
     """Neither the same optimizer nor one that takes its place; and one that is refused leaves the earlier one attached."""
-    (group,) = ThreadGroup.world(1, timeout=20)
     model = copy.deepcopy(NET)
     owner: Any = as_torch_hook(local_sgd(every=2), group, named_parameters=model.named_parameters())
     if face == "replica":
@@ -351,11 +350,9 @@ def test_who_attaches_again_does_not_count_twice(face: str) -> None:
     assert owner.hook_state_dict()["step"] == 5
     if face == "replica":
         owner.detach()
-    group.close()
 
 
-def test_what_is_no_optimizer_of_this_model_is_refused() -> None:
-    (group,) = ThreadGroup.world(1, timeout=20)
+def test_what_is_no_optimizer_of_this_model_is_refused(group: Group) -> None:
     model = copy.deepcopy(NET)
     replica = replicate(model, group=group, hook=local_sgd(every=2))
     with pytest.raises(UsageTypeError, match=r"not a torch\.optim\.Optimizer"):
@@ -367,11 +364,9 @@ def test_what_is_no_optimizer_of_this_model_is_refused() -> None:
     with pytest.raises(UsageError, match=r"attach_optimizer\(SGD\): it moves none of the model's parameters"):
         replica.attach_optimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
     replica.detach()
-    group.close()
 
 
-def test_a_local_hook_without_an_outer_half_is_refused() -> None:
-    (group,) = ThreadGroup.world(1, timeout=20)
+def test_a_local_hook_without_an_outer_half_is_refused(group: Group) -> None:
     around = chain(cast(torch.bfloat16), local_sgd(every=2))
     with pytest.raises(UsageError, match=r"nothing would ever average the parameters.*diloco\(hook=chain"):
         replicate(copy.deepcopy(NET), group=group, hook=around)
@@ -382,22 +377,18 @@ def test_a_local_hook_without_an_outer_half_is_refused() -> None:
     ddp.register_comm_hook(None, mean())  # the place is still free
     with pytest.raises(UsageError, match=r"this hook writes parameters, but none were given"):
         as_torch_hook(local_sgd(every=2), group)
-    group.close()
 
 
-def test_join_is_refused() -> None:
-    (group,) = ThreadGroup.world(1, timeout=20)
+def test_join_is_refused(group: Group) -> None:
     ddp = DDP(copy.deepcopy(NET), process_group=group)
     ddp.set_hook(local_sgd(every=2))
     with pytest.raises(UsageError, match=r"join\(\) with local_sgd\(every=2\).*the same number of batches"):
         ddp.join()
     with ddp.join(enable=False):
         pass
-    group.close()
 
 
-def test_an_optimizer_does_not_keep_a_model_alive(no_gc: None) -> None:
-    (group,) = ThreadGroup.world(1, timeout=20)
+def test_an_optimizer_does_not_keep_a_model_alive(group: Group, no_gc: None) -> None:
     ddp = DDP(copy.deepcopy(NET), process_group=group)
     ddp.set_hook(local_sgd(every=1))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -409,11 +400,9 @@ def test_an_optimizer_does_not_keep_a_model_alive(no_gc: None) -> None:
     assert weak() is None
     optimizer.step()
     gc.collect()
-    group.close()
 
 
-def test_a_graph_declared_static_later_keeps_the_optimizer() -> None:
-    (group,) = ThreadGroup.world(1, timeout=20)
+def test_a_graph_declared_static_later_keeps_the_optimizer(group: Group) -> None:
     ddp = DDP(copy.deepcopy(NET), process_group=group)
     ddp.set_hook(local_sgd(every=1))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -423,7 +412,6 @@ def test_a_graph_declared_static_later_keeps_the_optimizer() -> None:
         loss_on(ddp, 0, step).backward()
         optimizer.step()
     assert ddp.hook_state_dict()["step"] == 3
-    group.close()
 
 
 def test_a_checkpoint_loaded_before_the_first_step_is_where_the_round_starts() -> None:
@@ -606,8 +594,7 @@ def test_the_same_under_torchs_own_ddp(torch_world: Callable[..., Any]) -> None:
             torch.testing.assert_close(torchs, own)
 
 
-def test_torchs_ddp_also_tells_who_forgot() -> None:
-    (group,) = ThreadGroup.world(1, timeout=20)
+def test_torchs_ddp_also_tells_who_forgot(group: Group) -> None:
     weight = torch.zeros(2, requires_grad=True)
     hook = as_torch_hook(local_sgd(every=1), group, named_parameters=[("weight", weight)])
 
@@ -628,4 +615,3 @@ def test_torchs_ddp_also_tells_who_forgot() -> None:
     hook.outer_step()
     with pytest.raises(HookError, match="lacks"):
         hook.load_hook_state_dict({})
-    group.close()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradwire.errors import UsageError, UsageTypeError
-from gradwire.groups import ThreadGroup
+from gradwire.groups import Group
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.parallel.torch_arguments import Flags
@@ -98,19 +98,15 @@ def test_every_member_says_what_it_means() -> None:
         ({"scale_check": True}, r"Pass ScaleCheck\(...\)."),
     ],
 )
-def test_a_value_that_is_no_policy_is_refused(values: dict[str, Any], advice: str) -> None:
-    (group,) = ThreadGroup.world(1)
+def test_a_value_that_is_no_policy_is_refused(group: Group, values: dict[str, Any], advice: str) -> None:
     with pytest.raises(UsageTypeError, match=advice):
         replicate(nn.Linear(1, 1), group=group, **values)
     if "nonfinite" in values:
         with pytest.raises(UsageTypeError, match=advice):
             DDP(nn.Linear(1, 1), process_group=group, **values)
-    group.close()
 
 
 @pytest.mark.parametrize("config", [torch.bfloat16, True, {"param_dtype": torch.bfloat16}])
-def test_mixed_precision_without_a_dtype_is_refused(config: Any) -> None:
-    (group,) = ThreadGroup.world(1)
+def test_mixed_precision_without_a_dtype_is_refused(group: Group, config: Any) -> None:
     with pytest.raises(UsageTypeError, match="has none of param_dtype, reduce_dtype and buffer_dtype"):
         DDP(nn.Linear(1, 1), process_group=group, mixed_precision=config)
-    group.close()

@@ -12,20 +12,12 @@ import torch
 from torch import nn
 
 from gradwire.errors import UsageError
-from gradwire.groups import Group, Recording, ThreadGroup
+from gradwire.groups import Group, Recording
 from gradwire.hooks import cast, chain, mean
 from gradwire.parallel import replicate
 from gradwire.policies import Buckets, Gradients, Graph
 from gradwire.testing import run_ranks
 from helpers.models import inputs, mlp
-
-
-@pytest.fixture
-def alone() -> Any:
-    (group,) = ThreadGroup.world(1, timeout=20)
-    yield group
-    group.close()
-
 
 POLICIES: list[dict[str, Any]] = [
     {},
@@ -55,10 +47,10 @@ def test_gradients_are_averaged(local_means: Any, assert_gradients: Any, policie
     run_ranks(rank_main, 2)
 
 
-def test_the_module_keeps_its_type_its_names_and_its_state_dict(alone: Group) -> None:
+def test_the_module_keeps_its_type_its_names_and_its_state_dict(group: Group) -> None:
     model = mlp()
     names, kind = list(model.state_dict()), type(model)
-    replica = replicate(model, group=alone)
+    replica = replicate(model, group=group)
     assert type(model) is kind
     assert list(model.state_dict()) == names
     assert [name for name, _ in model.named_modules()] == ["", "0", "1", "2"]
@@ -66,9 +58,9 @@ def test_the_module_keeps_its_type_its_names_and_its_state_dict(alone: Group) ->
     replica.detach()
 
 
-def test_gradients_are_views_of_the_buckets_by_default(alone: Group) -> None:
+def test_gradients_are_views_of_the_buckets_by_default(group: Group) -> None:
     model = mlp()
-    replica = replicate(model, group=alone)
+    replica = replicate(model, group=group)
     model(inputs(0)).sum().backward()
     buffers = {s.buffer.untyped_storage().data_ptr() for s in replica.reducer.buckets.storages}
     assert {p.grad.untyped_storage().data_ptr() for p in model.parameters()} == buffers
@@ -100,21 +92,21 @@ def test_detach_gives_an_ordinary_module_back() -> None:
     run_ranks(rank_main, 2, wrap=Recording)
 
 
-def test_replicating_twice_is_an_error(alone: Group) -> None:
+def test_replicating_twice_is_an_error(group: Group) -> None:
     model = mlp()
-    replica = replicate(model, group=alone)
+    replica = replicate(model, group=group)
     with pytest.raises(
         UsageError, match=r"replicate\(Sequential\): the module is already replicated. detach\(\) it first."
     ):
-        replicate(model, group=alone)
+        replicate(model, group=group)
     model(inputs(0)).sum().backward()
     assert replica.reducer.steps == 1
     replica.detach()
 
 
-def test_a_part_of_a_model_may_be_replicated(alone: Group) -> None:
+def test_a_part_of_a_model_may_be_replicated(group: Group) -> None:
     model = mlp()
-    replica = replicate(model[2], group=alone)
+    replica = replicate(model[2], group=group)
     model(inputs(0)).sum().backward()
     assert replica.names == ["weight", "bias"]
     assert replica.reducer.steps == 1
@@ -133,10 +125,10 @@ def clone(model: nn.Module, how: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_a_copy_is_an_ordinary_module(alone: Group, how: str) -> None:
+def test_a_copy_is_an_ordinary_module(group: Group, how: str) -> None:
     """An averaged copy of the weights, say: it must not take part in the original's training."""
     model = mlp()
-    replica = replicate(model, group=alone)
+    replica = replicate(model, group=group)
     for _ in range(4):
         model(inputs(0)).sum().backward()
     copied = clone(model, how)
@@ -145,21 +137,21 @@ def test_a_copy_is_an_ordinary_module(alone: Group, how: str) -> None:
     copied(inputs(0)).sum().backward()
     assert replica.reducer.steps == 5
     assert all(torch.equal(p, q) for p, q in zip(copied.parameters(), model.parameters(), strict=True))
-    own = replicate(copied, group=alone)
+    own = replicate(copied, group=group)
     copied(inputs(0)).sum().backward()
     assert (own.reducer.steps, replica.reducer.steps) == (1, 5)
     own.detach(), replica.detach()
 
 
-def test_a_replica_tells_when_its_module_is_gone(alone: Group) -> None:
-    replica = replicate(mlp(), group=alone)
+def test_a_replica_tells_when_its_module_is_gone(group: Group) -> None:
+    replica = replicate(mlp(), group=group)
     with pytest.raises(UsageError, match="the replicated module is gone"):
         _ = replica.module
 
 
-def test_no_sync_and_hooks_are_on_the_replica(alone: Group) -> None:
+def test_no_sync_and_hooks_are_on_the_replica(group: Group) -> None:
     model = mlp()
-    replica = replicate(model, group=alone, hook=chain(cast(torch.bfloat16), mean()))
+    replica = replicate(model, group=group, hook=chain(cast(torch.bfloat16), mean()))
     with replica.no_sync():
         model(inputs(0)).sum().backward()
     assert replica.reducer.steps == 0

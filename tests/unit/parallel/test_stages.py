@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from gradwire.groups import Group, ThreadGroup
+from gradwire.groups import Group
 from gradwire.hooks import (
     add_noise,
     after,
@@ -57,26 +57,20 @@ DOORS: dict[str, Callable[[Group, Any], Any]] = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_the_error_shows_the_chain(door: str) -> None:
-    (group,) = ThreadGroup.world(1)
+def test_the_error_shows_the_chain(group: Group, door: str) -> None:
     for written, stage in STAGES.items():
         with pytest.raises((gw.HookError, TypeError), match=re.escape(f"chain({written}, mean())")) as caught:
             DOORS[door](group, stage)
         assert door in str(caught.value)
-    group.close()
 
 
 @pytest.mark.parametrize("written", STAGES)
-def test_the_chain_it_shows_can_be_set(written: str) -> None:
+def test_the_chain_it_shows_can_be_set(group: Group, written: str) -> None:
     assert repr(STAGES[written]) == written
-    (group,) = ThreadGroup.world(1)
     DOORS["set_hook"](group, chain(STAGES[written], mean()))
-    group.close()
 
 
 @pytest.mark.parametrize("wrong", ["mean", print, 3])
-def test_anything_else_is_named(wrong: Any) -> None:
-    (group,) = ThreadGroup.world(1)
+def test_anything_else_is_named(group: Group, wrong: Any) -> None:
     with pytest.raises(gw.HookError, match=rf"`hook` must be a CommHook, got {re.escape(repr(wrong))}"):
         DOORS["set_hook"](group, wrong)
-    group.close()

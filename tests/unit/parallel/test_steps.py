@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradwire.errors import LayoutError, UsageError
 from gradwire.events import BackwardEnded, BucketFull, BucketLaunched, BucketReduced, GradientReady, StepEnded
-from gradwire.groups import Group, Recording, ThreadGroup
+from gradwire.groups import Group, Recording
 from gradwire.hooks import weighted_mean
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import Replica, replicate
@@ -24,14 +24,6 @@ from gradwire.testing import run_ranks
 from helpers.models import inputs, mlp
 
 SMALL = 0.0001
-
-
-@pytest.fixture
-def alone() -> Any:
-    """A group of one."""
-    (group,) = ThreadGroup.world(1, timeout=20)
-    yield group
-    group.close()
 
 
 # -- accumulation ----------------------------------------------------------------------------------------------------------
@@ -227,10 +219,10 @@ PACKS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("graph", [Graph.FIND_UNUSED, Graph.STATIC])
-def test_outputs_of_every_structure(alone: Group, pack: str, graph: Graph) -> None:
+def test_outputs_of_every_structure(group: Group, pack: str, graph: Graph) -> None:
     wrap, unwrap = PACKS[pack]
     model = Packs(wrap)
-    replica = replicate(model, group=alone, graph=graph)
+    replica = replicate(model, group=group, graph=graph)
     for step in range(3):
         model.zero_grad()
         output = model(inputs(0, step))
@@ -243,9 +235,9 @@ def test_outputs_of_every_structure(alone: Group, pack: str, graph: Graph) -> No
 
 
 @pytest.mark.parametrize("graph", list(Graph), ids=lambda graph: graph.value)
-def test_a_loss_in_place_on_the_output(alone: Group, graph: Graph) -> None:
+def test_a_loss_in_place_on_the_output(group: Group, graph: Graph) -> None:
     model = nn.Linear(4, 2)
-    replica = replicate(model, group=alone, graph=graph)
+    replica = replicate(model, group=group, graph=graph)
     for _ in range(2):
         output = model(inputs(0))
         output.mul_(2).sum().backward()
@@ -280,8 +272,8 @@ def test_create_graph(views: bool) -> None:
     run_ranks(rank_main, 2)
 
 
-def test_functional_call_with_other_parameters(alone: Group) -> None:
-    ddp = DDP(nn.Linear(4, 2), process_group=alone)
+def test_functional_call_with_other_parameters(group: Group) -> None:
+    ddp = DDP(nn.Linear(4, 2), process_group=group)
     other = {"module.weight": torch.zeros(2, 4, requires_grad=True)}
     output = torch.func.functional_call(ddp, other, (inputs(0),))
     assert torch.equal(output, ddp.module.bias.expand_as(output))
@@ -290,8 +282,8 @@ def test_functional_call_with_other_parameters(alone: Group) -> None:
     assert ddp.module.weight.grad is None
 
 
-def test_autograd_grad_leaves_the_reducer_alone(alone: Group) -> None:
-    ddp = DDP(nn.Linear(4, 2), process_group=alone)
+def test_autograd_grad_leaves_the_reducer_alone(group: Group) -> None:
+    ddp = DDP(nn.Linear(4, 2), process_group=group)
     torch.autograd.grad(ddp(inputs(0)).sum(), list(ddp.parameters()))
     assert ddp.replica.reducer.steps == 0
     ddp(inputs(0)).sum().backward()
@@ -353,15 +345,15 @@ def test_parameters_begin_as_those_of_rank_0() -> None:
         (nn.ReLU(), "not needed when a module doesn't have any parameters that require a gradient"),
     ],
 )
-def test_what_cannot_be_replicated(alone: Group, model: nn.Module, words: str) -> None:
+def test_what_cannot_be_replicated(group: Group, model: nn.Module, words: str) -> None:
     with pytest.raises(UsageError, match=words) as caught:
-        DDP(model, process_group=alone)
+        DDP(model, process_group=group)
     assert isinstance(caught.value, RuntimeError)
 
 
-def test_events_tell_a_step_in_order(alone: Group) -> None:
+def test_events_tell_a_step_in_order(group: Group) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    replica = Replica(model, alone)
+    replica = Replica(model, group)
     replica.reducer.order.limits = (1,)
     for _ in range(2):
         events: list[Any] = []

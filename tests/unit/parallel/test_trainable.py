@@ -137,8 +137,6 @@ def test_a_model_on_an_aborted_group_is_refused_with_what_to_do() -> None:
     ],
 )
 @pytest.mark.parametrize("build", [lambda model, group: DDP(model, process_group=group), replicate_over])
-def test_what_is_not_a_module_is_named(build: Any, model: Any, named: str) -> None:
-    (group,) = ThreadGroup.world(1)
+def test_what_is_not_a_module_is_named(group: Group, build: Any, model: Any, named: str) -> None:
     with pytest.raises(UsageTypeError, match=f"the model must be a torch.nn.Module, got {named}"):
         build(model, group)
-    group.close()
