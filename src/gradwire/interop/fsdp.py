@@ -1,14 +1,12 @@
 """gradwire's hooks inside FSDP2 (`torch.distributed.fsdp.fully_shard`), at its two extension points.
 
 `set_all_reduce_hook`: after a module's gradients were reduced and scattered over its shards, the hook averages each rank's shard
-over the replicas of the model: hybrid sharding with our hook in place of torch's all-reduce.
-`set_custom_reduce_scatter`: the hook replaces the reduce-scatter itself.
+over the replicas of the model. `set_custom_reduce_scatter`: the hook replaces the reduce-scatter itself.
 
 Note [What a shard's bucket is]
-FSDP passes its hook one flat tensor per module: this rank's shard of each parameter, one after another, each padded to the size of
-the largest shard. That is the bucket that the hook sees, with the shards' shapes. If the tensor has another length (some
-parameters got no gradient in this step) the bucket is one unnamed row with a separate state: the hook loses names, the shapes of
-matrices, and the state it keeps by name. A warning is given the first time.
+FSDP passes its hook one flat tensor per module: this rank's shard of each parameter, each padded to the size of the largest shard.
+That is the bucket that the hook sees. If the tensor has another length (some parameters got no gradient in this step) the bucket is
+one unnamed row with a separate state, and a warning is given the first time.
 """
 
 from __future__ import annotations
@@ -164,11 +162,9 @@ class FsdpReduceScatter:
             output_tensor.mul_(self._group.size)
 
     def hook_state_dict(self) -> dict[str, Any]:
-        """As in FsdpHook."""
         return self._inner.hook_state_dict()
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """As in FsdpHook."""
         self._inner.load_hook_state_dict(saved)
 
 

@@ -70,7 +70,6 @@ class OperationHooks:
         self._register(self._pre_hooks, hook_id, hook)
 
     def unregister_pre_hook(self, hook_id: int) -> None:
-        """Remove the hook."""
         self._pre_hooks.pop(hook_id, None)
 
     def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], None]) -> None:
@@ -78,7 +77,6 @@ class OperationHooks:
         self._register(self._post_hooks, hook_id, hook)
 
     def unregister_post_hook(self, hook_id: int) -> None:
-        """Remove the hook."""
         self._post_hooks.pop(hook_id, None)
 
     def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None:
@@ -88,7 +86,6 @@ class OperationHooks:
             self._failures = self.group.events.listen(self._on_event)
 
     def unregister_abort_hook(self, hook_id: int) -> None:
-        """Remove the hook."""
         self._abort_hooks.pop(hook_id, None)
         if not self._abort_hooks and self._failures is not None:
             self._failures.remove()

@@ -1,19 +1,15 @@
 """`as_process_group`: a gradwire group with c10d's API, for everything in torch that takes a ProcessGroup.
 
-c10d's names of collectives are in this file and nowhere else. Each method turns its arguments into one `Collective` and
-submits it; if torch renames one, this file changes.
+c10d's names of collectives are in this file and nowhere else. Each method turns its arguments into one `Collective` and submits it.
 
 Note [How torch reaches a Python group]
 Python code (`dist.*`, FSDP2, ZeRO) calls these methods directly. C++ (the DDP reducer, functional collectives) calls virtual
-functions of c10d::ProcessGroup, of which torch forwards only some to Python; the others end in "No backend type associated
-with device type cpu", because this group has no C++ backend. It must not have one: those calls would bypass the group, its
-wrappers and its hooks. docs/interop.md lists both. The group's name is never "gloo" or "nccl", since torch would then look for
-that backend.
+functions of c10d::ProcessGroup, of which torch forwards only some to Python; the others end in "No backend type associated with
+device type cpu". A C++ backend would bypass the group, its wrappers and its hooks. docs/interop.md lists both.
 
 Note [Why there is no new_group]
 torch delegates `dist.new_group` to a default group that has a method of this name, but passes neither the requested backend nor
-whether the ranks outside the new group take part in the call. Without the method torch creates a group over the store with the
-registered backend, which gets both right.
+whether the ranks outside the new group take part. Without the method torch creates a group over the store, which gets both right.
 """
 
 # torch's stubs give most of these methods overloads whose parameter names change from version to version.
@@ -64,20 +60,17 @@ class GradwireProcessGroup(ProcessGroupBase):
     # -- reductions ----------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Tensors, *args: Any, **named: Any) -> TorchWork:
-        """Reduce over all ranks, in place."""
         s = read_settings("allreduce", args, named)
         return self.submit(s, build.all_reduce(tensors, op=s.reduce_op, factor=s.factor, label=s.label))
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: OneTensor, *args: Any, **named: Any) -> TorchWork:
-        """Reduce over all ranks into the root's tensor."""
         s = read_settings("reduce", args, named)
         tensor = tensors if isinstance(tensors, Tensor) else self._only("reduce", tensors)
         return self.submit(s, build.reduce(tensor, dst=s.root, op=s.reduce_op, factor=s.factor, label=s.label))
 
     def reduce_scatter(self, outputs: OneTensor, inputs: OneList, *args: Any, **named: Any) -> TorchWork:
-        """Reduce one input per rank into each rank's output."""
         s = read_settings("reduce_scatter", args, named)
         if not isinstance(outputs, Tensor):
             outputs, inputs = self._only("reduce_scatter", outputs), self._only("reduce_scatter", inputs)
@@ -97,12 +90,10 @@ class GradwireProcessGroup(ProcessGroupBase):
     # -- broadcast, gather and scatter ---------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, *args: Any, **named: Any) -> TorchWork:
-        """Make every rank's tensors equal to the root's."""
         s = read_settings("broadcast", args, named)
         return self.submit(s, build.broadcast(tensors, src=s.root, label=s.label))
 
     def allgather(self, outputs: OneList, inputs: OneTensor, *args: Any, **named: Any) -> TorchWork:
-        """Fill one output per rank with that rank's input."""
         s = read_settings("allgather", args, named)
         if not isinstance(inputs, Tensor):
             outputs, inputs = self._only("allgather", outputs), self._only("allgather", inputs)
@@ -123,7 +114,6 @@ class GradwireProcessGroup(ProcessGroupBase):
         return self.submit(s, *(build.all_gather(outputs, tensor, label=s.label) for outputs, tensor in per_input))
 
     def all_gather_single(self, output: Tensors, input: Tensors, *args: Any, **named: Any) -> TorchWork:
-        """Concatenate all ranks' inputs into each output."""
         s = read_settings("all_gather_single", args, named)
         return self.submit(s, build.all_gather_into_tensor(output, input, label=s.label))
 
@@ -132,7 +122,6 @@ class GradwireProcessGroup(ProcessGroupBase):
     allgather_into_tensor_coalesced = all_gather_single
 
     def gather(self, outputs: OneList, inputs: OneTensor, *args: Any, **named: Any) -> TorchWork:
-        """Gather every rank's input on the root."""
         s = read_settings("gather", args, named)
         if not isinstance(inputs, Tensor):
             outputs, inputs = self._only("gather", outputs) if outputs else (), self._only("gather", inputs)
@@ -147,14 +136,12 @@ class GradwireProcessGroup(ProcessGroupBase):
     gather_into_tensor = gather_single
 
     def scatter(self, outputs: OneTensor, inputs: OneList, *args: Any, **named: Any) -> TorchWork:
-        """Send one of the root's inputs to each rank."""
         s = read_settings("scatter", args, named)
         if not isinstance(outputs, Tensor):
             outputs, inputs = self._only("scatter", outputs), self._only("scatter", inputs) if inputs else ()
         return self.submit(s, build.scatter(outputs, inputs, src=s.root, label=s.label))
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *args: Any, **named: Any) -> TorchWork:
-        """Send input j to rank j and receive output i from rank i."""
         s = read_settings("alltoall", args, named)
         return self.submit(s, build.all_to_all(outputs, inputs, label=s.label))
 
@@ -179,22 +166,18 @@ class GradwireProcessGroup(ProcessGroupBase):
     # -- point-to-point and barriers -----------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> TorchWork:
-        """Send to one rank."""
         s = read_settings("send")
         return self.submit(s, build.send(self._only("send", tensors), dst=dst, tag=tag, label=s.label))
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> TorchWork:
-        """Receive from one rank."""
         s = read_settings("recv")
         return self.submit(s, build.recv(self._only("recv", tensors), src=src, tag=tag, label=s.label))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> TorchWork:
-        """Receive from the rank that sends first."""
         s = read_settings("recv_anysource")
         return self.submit(s, build.recv(self._only("recv_anysource", tensors), tag=tag, label=s.label))
 
     def barrier(self, *args: Any, **named: Any) -> TorchWork:
-        """Done when every rank has joined."""
         s = read_settings("barrier", args, named)
         return self.submit(s, build.barrier(label=s.label))
 

@@ -90,23 +90,18 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
         return self._backend_name
 
     def getGroupName(self) -> str:
-        """The name under which torch registers the group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        """Called by `dist.init_process_group` and `dist.new_group`."""
         self._name = name
 
     def getGroupDesc(self) -> str:
-        """The user's description of the group."""
         return self._desc
 
     def setGroupDesc(self, desc: str) -> None:
-        """Called by `dist.init_process_group` and `dist.new_group`."""
         self._desc = desc
 
     def get_group_store(self) -> Any:
-        """The group's store, or None."""
         return self._store
 
     # -- capabilities --------------------------------------------------------------------------------------------------
@@ -131,13 +126,11 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
         return any(device.type == own.type for own in self._devices)
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory that the group communicates fastest."""
         return self.group.allocate(size, dtype=dtype, device=device)
 
     # -- lifetime ------------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Fail everything in flight, now."""
         try:
             self._fire_abort_hooks()
         finally:

@@ -93,7 +93,6 @@ class TorchWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Order later work after the operation: on CUDA by streams, elsewhere by waiting."""
         self.wait()
 
     def block_current_stream(self) -> None:
@@ -103,11 +102,9 @@ class TorchWork(dist.Work):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def is_completed(self) -> bool:
-        """Whether it has finished or failed."""
         return all(work.is_completed() for work in self.works)
 
     def is_success(self) -> bool:
-        """Whether it has finished and the outputs hold the result."""
         return all(work.is_success() for work in self.works)
 
     def exception(self) -> BaseException | None:
@@ -115,7 +112,6 @@ class TorchWork(dist.Work):
         return next((error for work in self.works if (error := work.exception()) is not None), None)
 
     def result(self) -> list[Tensor]:
-        """Wait, and return the outputs."""
         return [t for work in self.works for t in work.result()]
 
     def source_rank(self) -> int:
@@ -135,12 +131,10 @@ class TorchWork(dist.Work):
         return 1000.0 * max((duration or 0.0 for duration in durations), default=0.0)
 
     def _get_sequence_number(self) -> int:
-        """The number of the operation in its group."""
         return self.works[0].seq if self.works else 0
 
     @property
     def timeout(self) -> timedelta:
-        """The operation's timeout."""
         return timedelta(seconds=max((work.timeout for work in self.works), default=0.0))
 
     def _get_op_type(self) -> int:

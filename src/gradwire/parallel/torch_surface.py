@@ -108,17 +108,14 @@ class TorchSurface:
         self.reducer._set_optimizer_in_backward()
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """The hook that torch's Join runs on this model."""
         return self._uneven.hook(divide=kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
-        """The device of Join's flags."""
         return self.device
 
     @property
     def join_process_group(self) -> Any:
-        """The process group that reduces Join's flags."""
         return self.process_group
 
     @property
@@ -141,12 +138,10 @@ class TorchSurface:
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are synchronized."""
         return list(self.replica.state.named_buffers().values())
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """The same by name."""
         return self.replica.state.named_buffers()
 
     @property
@@ -162,16 +157,13 @@ class TorchSurface:
         return self._uneven.authoritative_rank
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        """As in torch.nn.DataParallel."""
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        """The inputs, moved to the device."""
         moved, moved_kwargs = move_to(inputs, kwargs, torch.device(self.device_type, device_id))
         return (moved,), (moved_kwargs,)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """As in torch.nn.DataParallel."""
         return gather_outputs(outputs, output_device, dim=self.dim)
 
     def _default_broadcast_coalesced(

@@ -236,11 +236,9 @@ def decoupled_momentum(
     """Decoupled momentum: send the `k` largest frequencies of each chunk of this rank's momentum. (DeMo, arXiv 2411.19870)
 
     Each rank adds its gradients to its own momentum, which is never synchronized. Matrices are split into squares of `chunk` x
-    `chunk`, vectors into ranges of `chunk`; parameters of more dimensions are matrices of the first by the rest. The largest
-    frequencies of each chunk are extracted and averaged over the ranks. Use `optim.SignSGD` as the optimizer: no other momentum,
-    and steps by the sign only. `values`, such as torch.bfloat16, is the dtype in which frequencies are sent; the rounding stays in
-    the momentum. Without it those of float16 gradients are sent as float32, since they may overflow float16. Non-finite values are
-    sent once and not kept.
+    `chunk`, vectors into ranges of `chunk`; parameters of more dimensions are matrices of the first by the rest. Use
+    `optim.SignSGD` as the optimizer. `values`, such as torch.bfloat16, is the dtype in which frequencies are sent; the rounding
+    stays in the momentum. By default those of float16 gradients are sent as float32. Non-finite values are sent once and not kept.
 
     On the wire: (n - 1) times the number of chunks times k (2 + itemsize(values)) bytes for n ranks; 4 + itemsize(values) if
     chunk is above 181. Memory: the momentum, as large as the bucket, in float32 for 16-bit gradients; during a reduction, two

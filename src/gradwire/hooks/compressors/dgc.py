@@ -127,10 +127,9 @@ def dgc(
     """Deep Gradient Compression: send the largest `ratio` of the accumulated gradient, and keep the rest. (arXiv 1712.01887)
 
     The momentum is applied here, to this rank's gradients before they accumulate (momentum correction), and reset for elements
-    that were just sent (factor masking). So use SGD without momentum as the optimizer, at the learning rate you would use with
-    it. During `warmup_steps` the ratio decreases from a quarter to `ratio`, by the same factor in each step. `clip` bounds the
-    norm of each parameter's gradient over all ranks: each rank clips its own to clip / sqrt(n). The paper clips the norm of the
-    whole model, which is not known while buckets are in flight. Non-finite values are sent once and not kept.
+    that were just sent (factor masking): use SGD without momentum as the optimizer. During `warmup_steps` the ratio decreases from
+    a quarter to `ratio`. `clip` bounds the norm of each parameter's gradient over all ranks: each rank clips its own to clip /
+    sqrt(n), where the paper clips that of the whole model. Non-finite values are sent once and not kept.
 
     On the wire: (n - 1) k (4 + itemsize(values)) bytes for n ranks and k = ratio * numel, rounded up. Memory: two tensors of the
     bucket's size, in float32 for 16-bit gradients.

@@ -94,10 +94,9 @@ class RandomK(Wrapped):
 def random_k(ratio: float, *, seed: int = 0) -> Stage:
     """Reduce only a random part of the bucket, the same on every rank, with the inner hook. (arXiv 1809.07599)
 
-    Every rank derives the elements from the seed, so no indices are sent, and the rest is a shorter dense bucket: any hook
-    without state can reduce it, such as `chain(random_k(0.01), cast(torch.bfloat16), mean())`. The bucket is divided into k =
-    ratio * numel ranges and one element is drawn from each, so that every element has the same probability. The gradients of the
-    others are zero in that step; put `error_feedback()` around it to send them later.
+    Every rank derives the elements from the seed, so no indices are sent, and any hook without state can reduce them, such as
+    `chain(random_k(0.01), cast(torch.bfloat16), mean())`. One element is drawn from each of k = ratio * numel ranges. The gradients
+    of the others are zero in that step; put `error_feedback()` around it to send them later.
 
     On the wire: as the inner hook for k elements; unlike `top_k` it does not grow with the number of ranks.
 
