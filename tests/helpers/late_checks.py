@@ -11,6 +11,7 @@ from torch import nn
 
 from gradwire.groups import Group
 from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.parallel import Replica
 from gradwire.reducer.checks import late, nonfinite_search
 from helpers.poisoned_model import inputs
 
@@ -32,7 +33,7 @@ def step(model: nn.Module, rank: int, number: int, poison: float = 1.0) -> None:
     model(inputs(rank, number), poison).float().pow(2).sum().backward()
 
 
-def attached(ddp: DDP, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def attached(ddp: DDP | Replica, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     ddp.attach_optimizer(optimizer)
     return optimizer
 

@@ -46,8 +46,7 @@ def _device_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_next_backward_raises_with_rank_and_parameter(flags: Any, value: float, keep: bool) -> None:
     def rank_main(group: Group) -> None:
         ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE, **flags)
-        optimizer = fused(ddp)
-        ddp.attach_optimizer(optimizer)
+        optimizer = attached(ddp, fused(ddp))
         for number in range(9):
             optimizer.zero_grad(set_to_none=not keep)
             before = [p.detach().clone() for p in ddp.parameters()]
@@ -82,8 +81,7 @@ def test_overflows(gradients: Gradients) -> None:
         ):
             model = nn.Linear(1, 1, bias=False)
             replica = replicate(model, group=group, hook=hook, nonfinite=NonFinite.RAISE, gradients=gradients)
-            optimizer = fused(model, torch.optim.SGD)
-            replica.attach_optimizer(optimizer)
+            optimizer = attached(replica, fused(model, torch.optim.SGD))
             for number in range(3):
                 optimizer.zero_grad()
                 bad = number == 1 and group.rank in ranks
@@ -124,8 +122,7 @@ def test_recorded_gradients_need_no_optimizer(tmp_path: Path) -> None:
 def test_the_last_step_is_reported_by_finish_checks(policy: NonFinite) -> None:
     def rank_main(group: Group) -> None:
         ddp = DDP(Model(), process_group=group, nonfinite=policy)
-        optimizer = fused(ddp)
-        ddp.attach_optimizer(optimizer)
+        optimizer = attached(ddp, fused(ddp))
         ddp.finish_checks()
         for number in range(3):
             optimizer.zero_grad()
@@ -156,8 +153,7 @@ def test_a_hook_that_may_hide_a_nan_is_waited_for() -> None:
         model = Model()
         hook = chain(error_feedback(), top_k(ratio=0.5))
         replica = replicate(model, group=group, hook=hook, nonfinite=NonFinite.RAISE)
-        optimizer = fused(model)
-        replica.attach_optimizer(optimizer)
+        optimizer = attached(replica, fused(model))
         for number in range(3):
             model.zero_grad()
             if number == 2:
@@ -175,8 +171,7 @@ def test_a_hook_that_may_hide_a_nan_is_waited_for() -> None:
 def test_bad_steps_in_a_row() -> None:
     def rank_main(group: Group) -> None:
         ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-        optimizer = fused(ddp)
-        ddp.attach_optimizer(optimizer)
+        optimizer = attached(ddp, fused(ddp))
         for number in range(12):
             optimizer.zero_grad()
             before = [p.detach().clone() for p in ddp.parameters()]
@@ -226,8 +221,7 @@ def test_finish_checks_leaves_no_gradients_of_a_skipped_step(group: Group) -> No
 def test_what_replaces_the_states_reports_first(group: Group, how: str) -> None:
     model = Model()
     replica = replicate(model, group=group, nonfinite=NonFinite.RAISE)
-    optimizer = fused(model)
-    replica.attach_optimizer(optimizer)
+    optimizer = attached(replica, fused(model))
     train_until(model, optimizer, bad=3)
     optimizer.step()
     saved = replica.hook_state_dict()
@@ -257,8 +251,7 @@ class _Stateful(CommHook):
 def test_the_state_of_a_hook_is_restored(group: Group) -> None:
     model = Model()
     replica = replicate(model, group=group, hook=_Stateful(), nonfinite=NonFinite.SKIP)
-    optimizer = fused(model)
-    replica.attach_optimizer(optimizer)
+    optimizer = attached(replica, fused(model))
     for number in range(5):
         optimizer.zero_grad()
         step(model, 0, number, math.nan if number == 3 else 1.0)
@@ -311,8 +304,7 @@ def test_a_healthy_step_costs_no_collective() -> None:
     def rank_main(group: Group) -> None:
         counted = Recording(group)
         ddp = DDP(Model(), process_group=counted, nonfinite=NonFinite.RAISE)
-        optimizer = fused(ddp)
-        ddp.attach_optimizer(optimizer)
+        optimizer = attached(ddp, fused(ddp))
         counts = []
         for number in range(5):
             optimizer.zero_grad()
@@ -327,8 +319,7 @@ def test_a_healthy_step_costs_no_collective() -> None:
 
 def test_a_model_dropped_with_a_result_pending_is_freed_at_once(group: Group) -> None:
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
-    optimizer = fused(ddp)
-    ddp.attach_optimizer(optimizer)
+    optimizer = attached(ddp, fused(ddp))
     for number in range(3):
         step(ddp, 0, number)
         optimizer.step()
@@ -411,8 +402,7 @@ def test_gradients_in_other_layouts(group: Group, layout: Callable[[Tensor], Ten
     """What lies between their elements, or before them, is not examined."""
     model = nn.Linear(3, 2, bias=False)
     replica = replicate(model, group=group, nonfinite=NonFinite.RAISE)
-    optimizer = fused(model)
-    replica.attach_optimizer(optimizer)
+    optimizer = attached(replica, fused(model))
     for number in range(3):
         optimizer.zero_grad()
         replica.before_forward()

@@ -97,8 +97,7 @@ def test_a_step_that_the_attached_optimizer_may_not_make_is_waited_for() -> None
 
     def rank_main(group: Group) -> None:
         ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
-        optimizer = fused(ddp, torch.optim.SGD, momentum=0.9)
-        ddp.attach_optimizer(optimizer)
+        optimizer = attached(ddp, fused(ddp, torch.optim.SGD, momentum=0.9))
         with pytest.raises(NonFiniteGradient, match="No average was written"):
             step(ddp, group.rank, 0, math.nan)
         for number in range(3):
@@ -115,8 +114,7 @@ def test_a_step_that_the_attached_optimizer_may_not_make_is_waited_for() -> None
 
 def test_with_a_grad_scaler_either_skips_the_step(group: Group) -> None:
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-    optimizer = fused(ddp)
-    ddp.attach_optimizer(optimizer)
+    optimizer = attached(ddp, fused(ddp))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for number in range(8):
         optimizer.zero_grad()
@@ -142,8 +140,7 @@ def test_with_a_grad_scaler_either_skips_the_step(group: Group) -> None:
 def test_a_backward_in_the_closure_of_a_step(group: Group, policy: NonFinite, keyword: bool) -> None:
     """As Lightning calls it: the flag of that backward counts, not the one before."""
     ddp = DDP(Model(), process_group=group, nonfinite=policy)
-    optimizer = fused(ddp)
-    ddp.attach_optimizer(optimizer)
+    optimizer = attached(ddp, fused(ddp))
     for number in range(9):
         before = [p.detach().clone() for p in ddp.parameters()]
 
@@ -190,8 +187,7 @@ def test_momentum_is_never_left_uninitialized(group: Group, case: str, monkeypat
 @pytest.mark.filterwarnings("ignore:averaging gradients")
 def test_an_optimizer_that_cannot_skip_any_more_is_waited_for(group: Group) -> None:
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-    optimizer = fused(ddp)
-    ddp.attach_optimizer(optimizer)
+    optimizer = attached(ddp, fused(ddp))
     for number in range(5):
         optimizer.zero_grad()
         before = [p.detach().clone() for p in ddp.parameters()]
@@ -224,8 +220,7 @@ def test_one_optimizer_of_two_models(group: Group) -> None:
 
 def test_an_optimizer_whose_step_has_raised_keeps_nothing(group: Group) -> None:
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-    optimizer = fused(ddp)
-    ddp.attach_optimizer(optimizer)
+    optimizer = attached(ddp, fused(ddp))
     for number in range(3):
         optimizer.zero_grad()
         step(ddp, 0, number, math.nan if number == 2 else 1.0)
@@ -342,8 +337,7 @@ def test_an_optimizer_with_a_step_of_its_own_is_waited_for(group: Group) -> None
                         p -= 0.1 * p.grad
 
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
-    optimizer = fused(ddp, Mine)
-    ddp.attach_optimizer(optimizer)
+    optimizer = attached(ddp, fused(ddp, Mine))
     for number in range(3):
         optimizer.zero_grad()
         step(ddp, 0, number)

@@ -15,7 +15,7 @@ from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import NonFinite
 from gradwire.testing import run_ranks
-from helpers.late_checks import all_finite, emulate_device, fused, step
+from helpers.late_checks import all_finite, attached, emulate_device, fused, step
 from helpers.poisoned_model import Model, inputs
 
 
@@ -29,8 +29,7 @@ def test_after_a_step_that_has_failed_nothing_is_left_of_it() -> None:
 
     def rank_main(group: Group) -> None:
         ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE, bucket_cap_mb=0.0001)
-        optimizer = fused(ddp)
-        ddp.attach_optimizer(optimizer)
+        optimizer = attached(ddp, fused(ddp))
         for number in range(3):
             optimizer.zero_grad()
             step(ddp, group.rank, number)
@@ -70,8 +69,7 @@ def test_ranks_with_uneven_inputs_wait() -> None:
 
     def rank_main(group: Group) -> None:
         ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-        optimizer = fused(ddp)
-        ddp.attach_optimizer(optimizer)
+        optimizer = attached(ddp, fused(ddp))
         bad, seen = {2, 5, 8}, []
         for number in range(3):
             optimizer.zero_grad()
@@ -100,8 +98,7 @@ def test_ranks_with_uneven_inputs_wait() -> None:
 def test_a_rank_without_any_inputs(first: int) -> None:
     def rank_main(group: Group) -> None:
         ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-        optimizer = fused(ddp)
-        ddp.attach_optimizer(optimizer)
+        optimizer = attached(ddp, fused(ddp))
         with ddp.join():
             for number in range(5 if group.rank == 0 else first):
                 optimizer.zero_grad()
@@ -152,8 +149,7 @@ def test_after_join_ranks_begin_again() -> None:
 
     def rank_main(group: Group) -> None:
         ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-        optimizer = fused(ddp)
-        ddp.attach_optimizer(optimizer)
+        optimizer = attached(ddp, fused(ddp))
         with ddp.join():
             for number in range(3 if group.rank == 0 else 0):
                 optimizer.zero_grad()
@@ -182,8 +178,7 @@ def test_a_group_with_a_new_rank_begins_again(bad: int) -> None:
             p.data.fill_(0.01)
         (alone,) = ThreadGroup.world(1)
         replica = replicate(model, group=alone, nonfinite=NonFinite.RAISE)
-        optimizer = fused(model)
-        replica.attach_optimizer(optimizer)
+        optimizer = attached(replica, fused(model))
         for number in range(3 if group.rank == 0 else 0):
             optimizer.zero_grad()
             step(model, 0, number)
