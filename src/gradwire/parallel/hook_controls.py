@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from gradwire.errors import HookError
 from gradwire.hooks.base import CommHook, Trait
 from gradwire.hooks.periodic.base import check_outer
+from gradwire.parallel.recovery import Recovery
+from gradwire.reducer import Reducer
 from gradwire.reducer.buckets.layout import plain_name
+from gradwire.reducer.checks.nonfinite import NonFiniteChecked
 from gradwire.reducer.hook.hook_agreement import odd_ones_out
+from gradwire.reducer.hook.runner import HookRunner
+from gradwire.reducer.hook.torch_hooks import TorchHook
 from gradwire.runtime.threads import weakly
 
-if TYPE_CHECKING:
-    from gradwire.parallel.replica import Replica
+
+class Controlled(Protocol):
+    """What the controls need of a Replica."""
+
+    runner: HookRunner
+    reducer: Reducer
+    recovery: Recovery
+    checks: NonFiniteChecked | None
+
+    def use_hook(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
+        """Use this hook on this rank."""
 
 
 class HookControls:
     """Methods that control the communication hook of `replica`."""
 
     @property
-    def _controlled(self) -> Replica:
-        replica: Replica = self.replica  # type: ignore[attr-defined]  # a Replica, which has these methods itself
+    def _controlled(self) -> Controlled:
+        replica: Controlled = self.replica  # type: ignore[attr-defined]  # a Replica, which has these methods itself
         return replica
 
     def set_hook(self, hook: CommHook) -> None:
@@ -72,7 +86,7 @@ class HookControls:
         if not reducer.status.learning:
             reducer.order.expect([plain_name(name) for name in saved.get("order", ())])
 
-    def _between_steps(self, doing: str) -> Replica:
+    def _between_steps(self, doing: str) -> Controlled:
         """The replica, after recovery from a failed step; raises during backward."""
         replica = self._controlled
         self._check_between_steps(doing)
