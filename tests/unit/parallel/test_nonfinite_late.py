@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gradwire import observe
 from gradwire.collectives.finite import overflow_limit
 from gradwire.errors import NonFiniteGradient, Origin
-from gradwire.groups import Group, Recording
+from gradwire.groups import Group, Recording, ThreadGroup
 from gradwire.hooks import BucketSpec, CommHook, Reduction, Turn, cast, chain, error_feedback, mean, top_k
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
@@ -337,7 +337,7 @@ def test_a_model_dropped_with_a_result_pending_is_freed_at_once(group: Group) ->
 
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
-def test_the_right_parameters_are_found(group: Group, data: st.DataObject) -> None:
+def test_the_right_parameters_are_found(data: st.DataObject) -> None:
     """Of any shape, in any layout of memory, kept in `.grad` or overwritten."""
     shapes = data.draw(st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=5))
     gradients = data.draw(st.sampled_from(list(Gradients)))
@@ -353,6 +353,7 @@ def test_the_right_parameters_are_found(group: Group, data: st.DataObject) -> No
         number = data.draw(st.sampled_from([k for k, p in enumerate(model) if p.numel()]))
         bad.setdefault(number, (data.draw(st.integers(0, model[number].numel() - 1)), value))
     keep = data.draw(st.booleans())
+    (group,) = ThreadGroup.world(1)
     replica = replicate(model, group=group, nonfinite=NonFinite.RECORD, gradients=gradients)
     for turn in range(2):
         for p in model:
@@ -372,6 +373,7 @@ def test_the_right_parameters_are_found(group: Group, data: st.DataObject) -> No
     assert set(found) == {(kinds[number], number, None) for number in bad}
     assert averages
     replica.detach()
+    group.close()
 
 
 def _pending(replica: Any) -> LateCheck:
