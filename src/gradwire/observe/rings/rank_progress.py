@@ -65,31 +65,40 @@ class RankProgress:
     descriptions: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """What records refer to: see `FlightRecorder.describe`."""
 
-    def update(self, records: Iterable[Record]) -> None:
-        """Take new records into account."""
+    def update(self, records: Iterable[Record], before: Iterable[Record] = ()) -> None:
+        """Take new records into account. `before` is what matters of others before them: see `unfinished_rows`."""
+        skipped = False
+        for record in before:
+            skipped = True
+            self._add(record)
+        if skipped:
+            self.folder.forget_unfinished()
         for record in records:
-            if self.last and record.number - self.last[-1].number > MANY_LOST:
+            if self.last and not skipped and record.number - self.last[-1].number > MANY_LOST:
                 self._forget_unfinished()
+            skipped = False
             self.last.append(record)
             self.folder.add(record)
-            if (
-                record.kind is not RecordKind.WARNING
-            ):  # which may count steps in another way, or be about an earlier one
-                self.step = max(self.step, record.step)
-            kind = record.kind
-            if kind is RecordKind.GROUP:
-                self.groups.setdefault(record.group_id, {})[record.rank] = record.nbytes
-                continue
-            if record.group_id:  # in a long run the record of the group itself was overwritten
-                self.groups.setdefault(record.group_id, {}).setdefault(record.rank, 0)
-            if kind is RecordKind.WARNING:
-                self.warnings.append(record)
-            elif kind is RecordKind.BUCKET_FULL:
-                self.full[record.group_id, record.model, record.bucket] = record
-            elif kind is RecordKind.FORWARD_BEGAN:
-                self.forwards.append(record.time)
-            elif kind in COLLECTIVES:
-                self._update_collective(record)
+            self._add(record)
+
+    def _add(self, record: Record) -> None:
+        kind = record.kind
+        if record.step > self.step and kind is not RecordKind.WARNING:  # which may be about another step
+            self.step = record.step
+        if kind is RecordKind.GROUP:
+            self.groups.setdefault(record.group_id, {})[record.rank] = record.nbytes
+            return
+        if record.group_id and record.rank not in self.groups.get(record.group_id, ()):
+            # In a long run the record of the group itself was overwritten.
+            self.groups.setdefault(record.group_id, {})[record.rank] = 0
+        if kind in COLLECTIVES:
+            self._update_collective(record)
+        elif kind is RecordKind.BUCKET_FULL:
+            self.full[record.group_id, record.model, record.bucket] = record
+        elif kind is RecordKind.FORWARD_BEGAN:
+            self.forwards.append(record.time)
+        elif kind is RecordKind.WARNING:
+            self.warnings.append(record)
 
     @property
     def usual_step(self) -> float:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwire.observe.rings.ring import Record, RingFile
-from gradwire.recorder.format import record_dtype
+from gradwire.recorder.format import NO_PEER, RecordKind, record_dtype
 
 if TYPE_CHECKING:
     import numpy as np
 
+_TAIL = 256
+"""So many of the last records are read one by one, whatever is before them."""
+_KEPT_MESSAGES = 1000
 _ABOUT_TO = 1_000_000_000
 """After so many nanoseconds a record that is missing between others is not written any more."""
 
@@ -83,6 +87,67 @@ class RingFollower:
         at the time `later`."""
         return number == self._gap or time.monotonic_ns() - later > _ABOUT_TO
 
+    def poll_split(self, pending: Iterable[tuple[int, int, int]]) -> tuple[list[Record], list[Record]]:
+        """As `poll`, for a reader that follows what is under way: the last records, and what it must know of those before.
+
+        Of many new records all but the last are reduced to those that still matter: see `unfinished_rows`. `pending` are the
+        operations (group, rank in it, sequence number) that had not finished.
+        """
+        rows = self.poll_rows()
+        if len(rows) <= 2 * _TAIL:
+            return [], self._file.records(rows)
+        tail = rows[-_TAIL:]
+        tail = tail[(tail["kind"] != RecordKind.COLLECTIVE_STARTED) | (tail["number"] + 20 > tail["number"][-1])]
+        return self._file.records(unfinished_rows(rows[:-_TAIL], rows, pending)), self._file.records(tail)
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def unfinished_rows(old: np.ndarray, rows: np.ndarray, pending: Iterable[tuple[int, int, int]]) -> np.ndarray:
+    """Of `old`, the beginning of `rows`, what a reader needs that knows nothing of it but what was `pending` before.
+
+    That is all of operations that have not finished by the end of `rows`, the end of those that were pending, failures, the last
+    messages, the highest collective of each group, the last filling of each bucket, groups and warnings.
+    """
+    import numpy as np
+
+    kinds, keys = old["kind"], _operation_keys(old)
+    finished = _operation_keys(rows[rows["kind"] == RecordKind.COLLECTIVE_FINISHED])
+    begun = np.isin(kinds, [RecordKind.COLLECTIVE_SUBMITTED, RecordKind.COLLECTIVE_WAITED])
+    keep = begun & ~np.isin(keys, finished)
+    ended = kinds == RecordKind.COLLECTIVE_FINISHED
+    known = np.array(list(pending), dtype=np.uint64).reshape(-1, 3)
+    keep |= ended & np.isin(keys, _keys(known[:, 0], known[:, 1], known[:, 2]))
+    keep |= np.isin(kinds, [RecordKind.COLLECTIVE_FAILED, RecordKind.GROUP, RecordKind.WARNING])
+    is_message = old["peer"] != NO_PEER
+    keep[np.flatnonzero(is_message & (begun | ended))[-_KEPT_MESSAGES:]] = True
+    for chosen, order in (
+        (ended & ~is_message, ("ordinal", "rank", "group_id")),
+        (kinds == RecordKind.BUCKET_FULL, ("number", "bucket", "model", "group_id")),
+    ):
+        places = np.flatnonzero(chosen)
+        places = places[np.lexsort([old[name][places] for name in order])]
+        group = [old[name][places] for name in order[1:]]
+        last = np.ones(len(places), bool)
+        for column in group:
+            last[:-1] &= column[1:] == column[:-1]
+        last[:-1] = ~last[:-1]
+        last[-1:] = True
+        keep[places[last]] = True
+    return old[keep]
+
+
+def _operation_keys(rows: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    return _keys(rows["group_id"], rows["rank"].astype(np.uint64), rows["seq"].astype(np.uint64))
+
+
+def _keys(group_id: np.ndarray, rank: np.ndarray, seq: np.ndarray) -> np.ndarray:
+    """Operations as numbers; that two have the same is as likely as that two groups have."""
+    import numpy as np
+
+    mixed: np.ndarray = group_id ^ ((rank << np.uint64(32) | seq) * np.uint64(0x9E3779B97F4A7C15))
+    return mixed

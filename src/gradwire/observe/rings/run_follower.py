@@ -51,10 +51,12 @@ class RunFollower:
                     follower.close()
                     continue
                 self._followers[path] = follower
-                rank = int(follower.header["rank"])
-                self.ranks[rank] = RankProgress(rank, follower.header)
+                number = int(follower.header["rank"])
+                self.ranks[number] = RankProgress(number, follower.header)
             follower = self._followers[path]
-            self.ranks[int(follower.header["rank"])].update(follower.poll())
+            rank = self.ranks[int(follower.header["rank"])]
+            before, records = follower.poll_split(rank.pending)
+            rank.update(records, before)
 
     def _is_of_earlier_run(self, header: Mapping[str, Any]) -> bool:
         return self._since is not None and (header["clock"] != self._clock or header["started"] < self._since)
