@@ -16,8 +16,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "inspect",
         description="Show where every rank of a job is: the state of its process, its step, the collective that it waits in, and "
-        "the line of its code. If ranks wait for others, these are named, with their stacks. The job is not disturbed, and "
-        "need not have been started by gradwire run: its ranks must be recorded, on this host.",
+        "the line of its code. If ranks wait for others, these are named, with their stacks. The job goes on (a signal asks "
+        "each rank for its stacks, which ends a sleep() in C code), and need not have been started by gradwire run: its ranks must "
+        "be recorded, on this host.",
     )
     add = parser.add_argument
     add(

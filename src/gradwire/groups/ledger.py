@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from gradwire.collectives import Collective, OpKind
 from gradwire.errors import CollectiveTimeout, HookError
 from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted
@@ -31,6 +33,8 @@ _WAITED = RecordKind.COLLECTIVE_WAITED
 _FINISHED = RecordKind.COLLECTIVE_FINISHED
 _FAILED = RecordKind.COLLECTIVE_FAILED
 
+profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Whether a profiler of torch's is on in this thread. Operations are then shown in it, as `gradwire:all_reduce`."""
 
 _unidentified: dict[tuple[str, str, int, int], int] = {}
 """How many groups without an identity were made, by kind, name, size and rank."""
@@ -117,6 +121,8 @@ class Ledger:
         """An operation was handed to the group."""
         work.ordinal = self.next_ordinal(work.op)
         self.pending[work.seq] = work
+        if profiler_enabled():
+            work.profiled = torch.ops.profiler._record_function_enter_new(f"gradwire:{work.op.kind.value}", None)
         self._report(_SUBMITTED, work, work.started)
 
     def started(self, work: Work, time: float) -> None:
@@ -132,6 +138,9 @@ class Ledger:
     def settled(self, work: Work) -> None:
         """An operation has finished or failed."""
         self.pending.pop(work.seq, None)
+        if (profiled := work.profiled) is not None:
+            work.profiled = None
+            torch.ops.profiler._record_function_exit._RecordFunction(profiled)
         if self.hooks:
             self.hooks.put(work.info)
         self._report(_FINISHED if work.exception() is None else _FAILED, work, work.finished or 0.0)

@@ -83,6 +83,8 @@ class Work:
     """How many collectives the rank had joined including this one, if the group counts them."""
     ordinal = 0
     """The number of the collective, the same on all ranks: see `Ledger.next_ordinal`."""
+    profiled: Any = None
+    """The range that torch's profiler shows for it, while one is on."""
     waited_for = False
     """Whether it is on record that a caller waits, or has waited, for it."""
 

@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from gradwire.collectives import Collective, OpKind
 from gradwire.errors import UsageTypeError
-from gradwire.events import CollectiveFailed, Event, Handle
+from gradwire.events import CollectiveFailed, Handle
 from gradwire.groups.base import Group
 from gradwire.interop.work import NAMES
 from gradwire.runtime.dynamo import untraced
@@ -83,7 +83,7 @@ class OperationHooks:
         """Call `hook()` when an operation has failed and before the group is aborted: possibly more than once per failure."""
         self._register(self._abort_hooks, hook_id, hook)
         if self._failures is None:
-            self._failures = self.group.events.listen(self._on_event)
+            self._failures = self.group.events.listen(lambda _: self._fire_abort_hooks(), only=CollectiveFailed)
 
     def unregister_abort_hook(self, hook_id: int) -> None:
         self._abort_hooks.pop(hook_id, None)
@@ -95,10 +95,6 @@ class OperationHooks:
         if not callable(hook):
             raise UsageTypeError(f"hook {hook_id} of {self.group}: {hook!r} is not callable. Pass a function.")
         hooks[hook_id] = hook
-
-    def _on_event(self, event: Event) -> None:
-        if isinstance(event, CollectiveFailed):
-            self._fire_abort_hooks()
 
     def _fire_abort_hooks(self) -> None:
         """Call all of them even if one raises, then raise that error."""

@@ -28,7 +28,7 @@ from gradwire.collectives.lower import is_identity
 from gradwire.errors import ClosedError, GroupError, PeerLost, SharedMemoryFull, UsageError, again
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.forked import finalize_here
-from gradwire.groups.ledger import Arrivals
+from gradwire.groups.ledger import Arrivals, profiler_enabled
 from gradwire.groups.shared_memory.board import HERE, Board, SegmentPlan
 from gradwire.groups.shared_memory.diagnosis import report
 from gradwire.groups.shared_memory.engine import Engine
@@ -126,7 +126,8 @@ class SharedMemoryGroup(Group):
         """Carry it out in this thread, unless another one is driving the group."""
         engine, ledger = self._engine, self.ledger
         # A plain sum can be wrong for this group in its scope only, and nothing may be signaled before that is checked.
-        if self.size > 1 and op.scope is _WORLD and not ledger.events and not ledger.hooks:
+        watched = ledger.events or ledger.hooks or profiler_enabled()
+        if self.size > 1 and op.scope is _WORLD and not watched:
             self.check_usable(op)
             started = time.perf_counter()
             done = engine.sum_now(op, lambda: self._begin_and_wait(op))
