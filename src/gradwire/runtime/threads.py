@@ -119,6 +119,10 @@ class BoundedCall(Generic[R]):
             self.thread.join(max(0.0, timeout))
         return not self.thread.is_alive()
 
+    def abandon(self) -> None:
+        """The result is no longer of use: the interpreter's exit does not wait for it."""
+        _ABANDONED.add(self.thread)
+
     def result(self) -> R:
         """Return what the call returned, or raise what it raised. The call must have finished."""
         if self._error is not None:
@@ -127,16 +131,18 @@ class BoundedCall(Generic[R]):
 
 
 _CALLS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_EXIT_GRACE = 1.0
-"""Seconds that calls in progress get at interpreter exit."""
+_ABANDONED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_EXIT_GRACE, _ABANDONED_GRACE = 1.0, 0.1
+"""Seconds that calls in progress, and abandoned ones, get at interpreter exit."""
 
 
 def _leave_calls() -> None:
     """See Note [Threads in C++ at exit]."""
-    deadline = time.monotonic() + _EXIT_GRACE
+    began = time.monotonic()
     stuck = [thread for thread in list(_CALLS) if thread.is_alive()]
     for thread in stuck:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        grace = _ABANDONED_GRACE if thread in _ABANDONED else _EXIT_GRACE
+        thread.join(max(0.0, began + grace - time.monotonic()))
     stuck = [thread for thread in stuck if thread.is_alive() and thread.ident is not None]
     if stuck and sys.version_info < (3, 14) and hasattr(signal, "SIGRTMAX"):
         libc = ctypes.CDLL(None)

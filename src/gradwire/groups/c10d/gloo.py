@@ -70,8 +70,12 @@ def _connect(rendezvous: Rendezvous, store: Any, known: list[Ways]) -> Any:
     try:
         options._devices = [ProcessGroupGloo.create_device(hostname=address) if address else _default_device()]
         call = BoundedCall(lambda: ProcessGroupGloo(cancelable, rank, size, options), name="gradwire-gloo-connect")
-        rendezvous.wait_until(lambda seconds: call.wait(seconds) and call.result() is not None, late)
-        return call.result()
+        try:
+            rendezvous.wait_until(lambda seconds: call.wait(seconds) and call.result() is not None, late)
+            return call.result()
+        except BaseException:
+            call.abandon()
+            raise
     except GroupError:
         raise
     except RuntimeError as error:
