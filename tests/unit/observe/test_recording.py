@@ -139,18 +139,19 @@ def test_a_training_step(recorded):
 
 
 def calls_of_a_step(layers):
-    """The function calls of one step, counted once hooks have settled on the parameters they stay on."""
+    """The function calls of one step, except those that depend on where the allocator has put gradients and buffers."""
     [group] = gw.ThreadGroup.world(1)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
     replica = gw.replicate(model, group=group)
     counts = []
 
     def count(frame, event, what):
-        counts[-1] += event in ("call", "c_call")
+        if "Storage.copy_in" not in frame.f_code.co_qualname:  # it compares addresses
+            counts[-1] += event in ("call", "c_call")
 
-    for step in range(33):
+    for step in range(7):
         model.zero_grad()
-        if step >= 29:
+        if step >= 3:
             counts.append(0)
             sys.setprofile(count)
         model(torch.ones(3, 4)).sum().backward()
