@@ -38,6 +38,8 @@ def test_figures_are_printed_while_ranks_run(launch, monitor):
 def test_a_picture_is_drawn_below_the_output_and_stays_at_the_end(launch, monitor, monkeypatch):
     monkeypatch.setattr(display, "find_terminal", lambda environ: 2)
     monkeypatch.setattr(display.os, "isatty", lambda fd: fd == 2)
+    monkeypatch.setenv("LINES", "25")  # workers of xdist may inherit others
+    monkeypatch.setenv("COLUMNS", "80")
     sizes = []
 
     def picture(status, columns, lines):

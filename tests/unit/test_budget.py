@@ -1,0 +1,128 @@
+"""The package has a budget of lines: volume is where defects hide.
+
+The limits are what the tree has today, so that it can only shrink. The goal is 31,000 lines of code, 45,000 in all, and 48,000 of
+tests. Lower them with every deletion. They rise only by an issue that says so.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "gradwire"
+FILES = sorted(SOURCE.rglob("*.py"))
+TREES = {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text()) for path in FILES}
+
+CODE_LINES = 34_450
+PHYSICAL_LINES = 50_550
+SHARE_OF_TEXT = 0.28
+TEST_LINES = 50_350
+
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+def code_lines(path: Path) -> int:
+    """Lines with a token that is neither a comment nor part of a docstring."""
+    text = path.read_text()
+    bodies = (getattr(node, "body", None) for node in ast.walk(ast.parse(text)))
+    docstrings = {
+        line
+        for body in bodies
+        if isinstance(body, list)
+        for one in body
+        if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) and isinstance(one.value.value, str)
+        for line in range(one.lineno, (one.end_lineno or one.lineno) + 1)
+    }
+    code = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in _NO_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return len(code - docstrings)
+
+
+def physical_lines(path: Path) -> int:
+    return path.read_text().count("\n")
+
+
+def test_the_package_is_within_its_budget() -> None:
+    physical, code = sum(map(physical_lines, FILES)), sum(map(code_lines, FILES))
+    assert code <= CODE_LINES
+    assert physical <= PHYSICAL_LINES
+    assert (physical - code) / physical >= SHARE_OF_TEXT, "docstrings, comments and blank lines are not what to save"
+
+
+def test_the_tests_are_within_their_budget() -> None:
+    tests = [p for p in (ROOT / "tests").rglob("*.py") if not {"detection", "benchmarks"} & set(p.parts)]
+    assert sum(map(physical_lines, tests)) <= TEST_LINES
+
+
+def test_the_documentation_is_within_its_budget() -> None:
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if "api" not in page.parts]
+    assert len(pages) <= 18
+    assert sum(map(physical_lines, pages)) <= 2_800
+    assert physical_lines(ROOT / "docs" / "design.md") <= 300
+
+
+def test_the_package_runs_no_code_from_data_files() -> None:
+    """Templates lay out what Python has computed; nothing else is shipped but Python."""
+    shipped = {path.suffix for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert shipped <= {".py", ".typed", ".html", ".css", ".j2"}
+
+
+def test_six_modules_at_the_top() -> None:
+    assert {p.stem for p in SOURCE.glob("*.py")} == {"__init__", "__main__", "errors", "events", "optim", "policies"}
+
+
+def test_functions_fit_a_screen() -> None:
+    """But kernels and compiled loops, which cannot call functions."""
+    kernels = {name for name in TREES if name.endswith(("kernels.py", "loops.py"))}
+    long = {
+        (name, node.name): (node.end_lineno or 0) - node.lineno + 1
+        for name, tree in TREES.items()
+        if name not in kernels
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {function for function, lines in long.items() if lines > 60} <= {
+        ("cli/run.py", "add_parser"),
+        ("groups/hierarchical/group.py", "__init__"),
+        ("launch/entry.py", "init"),
+        ("testing/conformance/aliasing.py", "_makers"),
+    }
+
+
+def test_a_public_class_name_is_used_once() -> None:
+    names = Counter(
+        node.name
+        for tree in TREES.values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    still = {"Buckets", "Engine", "Kind", "Layout", "Member", "Progress", "Slice"}  # exported once at most
+    assert {name for name, count in names.items() if count > 1} <= still
+
+
+def test_a_base_name_is_used_once_in_a_layer() -> None:
+    """But by parallel files of sibling packages."""
+    parallel = {"__init__.py", "group.py", "engine.py", "work.py", "base.py", "layout.py", "command.py"}
+    layers: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in TREES:
+        layer, _, rest = name.partition("/")
+        base = name.rsplit("/", 1)[-1]
+        if rest and base not in parallel:
+            layers[layer, base].append(name)
+    assert [names for names in layers.values() if len(names) > 1] == []
