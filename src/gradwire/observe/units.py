@@ -94,7 +94,7 @@ for _kept in "\n\t":
 
 
 def printable(value: Any) -> Any:
-    """Text, or the texts in what JSON can hold, with control characters escaped: none that a rank has written may reach a terminal.
+    r"""Text, or the texts in what JSON can hold, with control characters escaped: none of a rank may reach a terminal.
 
     >>> printable({"label": "a\x1b[2Jb", "step": 1})
     {'label': 'a\\x1b[2Jb', 'step': 1}

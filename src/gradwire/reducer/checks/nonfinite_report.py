@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -154,7 +155,11 @@ class NonFiniteReport:
     def _index(self, found: Found) -> tuple[int, ...] | None:
         if found.element is None:
             return None
-        return tuple(map(int, torch.unravel_index(torch.tensor(found.element), self.shapes[found.parameter])))
+        shape, rest, index = self.shapes[found.parameter], found.element, []
+        for dimension in range(len(shape)):  # not unravel_index: FSDP's rows without names have length 0
+            at, rest = divmod(rest, math.prod(shape[dimension + 1 :]))
+            index.append(at)
+        return tuple(index)
 
 
 class NonFiniteHandler:
