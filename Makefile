@@ -50,6 +50,7 @@ tests: $(READY) ## pytest: tests, and the examples in docstrings and documents [
 acceptance: $(READY) ## detection of 160 hangs and 50 stragglers, and no alarm in 151 healthy runs: about 40 minutes
 	PYTHONPATH=tests $(BIN)/python -m detection.hangs --healthy 50
 	PYTHONPATH=tests $(BIN)/python -m detection.stragglers
+	PYTHONPATH=tests $(BIN)/python -m detection.follow
 
 # Everything but torch is pinned as in .venv. One virtual environment per version: some gigabytes where torch comes with CUDA.
 TORCH_VENV = .venv-torch-$(VERSION)

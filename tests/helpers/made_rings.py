@@ -137,3 +137,16 @@ def write_ring(directory: Path, ring: Ring, *, capacity: int = 1024) -> Path:
             recorder.describe(subject, one)
     recorder.close()
     return path
+
+
+def write_steps(recorder: FlightRecorder, rank: int, first: int, number: int) -> int:
+    """Steps from `first` on, of at least `number` records; returns the next step."""
+    while number > 0:
+        for r in step_records(rank, first):
+            member = Member(r.group_id, recorder.number_of(r.group), r.rank)
+            operation = 0, r.seq, r.ordinal, (1 << 16) - 1, r.duration / 1e9, None
+            place = Place(r.step, r.bucket, 1)
+            recorder.put(r.kind, member, operation, label=r.label, nbytes=r.nbytes, place=place)
+            number -= 1
+        first += 1
+    return first

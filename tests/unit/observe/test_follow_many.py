@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 
 import pytest
@@ -11,25 +12,12 @@ from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring_tail import RingFollower
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.recorder.format import RecordKind as K
-from gradwire.recorder.writer import FlightRecorder, Member, Place
+from gradwire.recorder.writer import FlightRecorder
 from gradwire.runtime.host import clock_identity
-from helpers.made_rings import header, step_records
+from helpers.made_rings import header, write_steps
 from helpers.recorder_put import put
 
-RANKS, A_LOOK, LOOKS = 8, 3333, 6
-
-
-def write_steps(recorder, rank, first, number):
-    """Steps from `first` on, of at least `number` records; returns the next step."""
-    while number > 0:
-        for r in step_records(rank, first):
-            member = Member(r.group_id, recorder.number_of(r.group), r.rank)
-            operation = 0, r.seq, r.ordinal, (1 << 16) - 1, r.duration / 1e9, None
-            place = Place(r.step, r.bucket, 1)
-            recorder.put(r.kind, member, operation, label=r.label, nbytes=r.nbytes, place=place)
-            number -= 1
-        first += 1
-    return first
+RANKS, A_LOOK, LOOKS = 8, 3333, 3
 
 
 @pytest.fixture
@@ -46,20 +34,24 @@ def recorder(tmp_path):
         one.close()
 
 
-def test_a_record_costs_the_launcher_at_most_2_microseconds(recorder, tmp_path):
-    """8 ranks that write 10,000 records a second, with three looks a second. CPU time of this process, the best of the looks."""
+def test_a_record_costs_the_launcher_at_most_2_calls(recorder, tmp_path):
+    """8 ranks that write much. Calls, which load does not change; `python -m detection.follow` measures time."""
     recorders = [recorder(rank, RANKS) for rank in range(RANKS)]
-    run, step, costs = RunFollower(tmp_path), 0, []
+    run, step, costs, calls = RunFollower(tmp_path), 0, [], 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
     for _ in range(LOOKS):
         ends = {write_steps(one, rank, step, A_LOOK) for rank, one in enumerate(recorders)}
-        step = ends.pop()
-        before = time.process_time()
+        step, calls = ends.pop(), 0
+        sys.setprofile(count)
         run.look()
-        costs.append((time.process_time() - before) / (RANKS * A_LOOK))
+        sys.setprofile(None)
+        costs.append(calls / (RANKS * A_LOOK))
     run.close()
-    best = min(costs)
-    print(f"{best * 1e6:.2f} us a record; {best * RANKS * 10_000 * 100:.1f} % of a core at 8 x 10,000 a second")
-    assert best <= 2e-6
+    assert max(costs[1:]) <= 2  # the first look imports and opens
     assert all(rank.step == step - 1 and len(rank.folder.steps) > 20 for rank in run.ranks.values())
 
 
