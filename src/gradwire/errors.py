@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from gradwire.collectives.signature import Signature
+    from gradwire.collectives.op_kinds import Signature
 
 
 class GradwireError(Exception):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from gradwire.collectives import Collective, OpKind, ReduceOp
-from gradwire.collectives.direct_ops import is_plain
+from gradwire.collectives.aliasing import is_plain
 from gradwire.collectives.lower import Program, lower
 from gradwire.groups import (
     C10dGroup,

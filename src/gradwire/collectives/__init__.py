@@ -18,8 +18,7 @@ from gradwire.collectives.build import (
 )
 from gradwire.collectives.layout import Layout
 from gradwire.collectives.op import Collective
-from gradwire.collectives.op_kinds import OpKind, ReduceOp, Scope
-from gradwire.collectives.signature import Signature
+from gradwire.collectives.op_kinds import OpKind, ReduceOp, Scope, Signature
 
 __all__ = [
     "Collective",

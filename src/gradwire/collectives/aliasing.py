@@ -1,4 +1,4 @@
-"""Tensors of one collective that share memory.
+"""Where the tensors of one collective lie in memory, and which of them share some of it.
 
 A collective reads every input before it writes any output: `reference.py` does so, and every group must have the same results.
 An engine reads and writes piece by piece, so an input that overlaps an output has to be copied first. `apart` makes those
@@ -12,19 +12,40 @@ Where an input is exactly the place that the rank's own part of the result has i
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-from gradwire.collectives.op import Collective
-from gradwire.collectives.op_kinds import OpKind
-from gradwire.collectives.overlap import span
+from gradwire.collectives.op_kinds import OpFields, OpKind, ReduceOp
+
+Op = TypeVar("Op", bound=OpFields)
+_ONE_INPUT = frozenset({
+    OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR
+})  # fmt: skip
 
 
-def apart(op: Collective, rank: int) -> Collective:
+def is_plain(t: Tensor) -> bool:
+    """Dense, contiguous, and neither conjugated nor negated lazily: an engine can read and write its memory directly."""
+    return t.layout is torch.strided and t.is_contiguous() and not t.is_conj() and not t.is_neg()
+
+
+def is_native(op: OpFields, kinds: frozenset[OpKind]) -> bool:
+    """Whether `op` is one of `kinds`, on one plain tensor where it could have several, and in place where it could be elsewhere."""
+    if op.kind not in kinds or op.reduce_op is ReduceOp.PREMUL_SUM:
+        return False
+    if op.kind in _ONE_INPUT and len(op.inputs) != 1:
+        return False
+    if op.kind in (OpKind.ALL_REDUCE, OpKind.BROADCAST) and op.inputs[0] is not op.outputs[0]:
+        return False
+    tensors = op.inputs if op.outputs is op.inputs else op.inputs + op.outputs
+    return all(map(is_plain, tensors))
+
+
+def apart(op: Op, rank: int) -> Op:
     """`op` with copies of the inputs that writing its outputs would overwrite; `op` itself when there are none.
 
     >>> import torch
@@ -36,27 +57,17 @@ def apart(op: Collective, rank: int) -> Collective:
     inputs, outputs = op.inputs, op.outputs
     if outputs is inputs or not outputs or not inputs:
         return op
-    spans = sorted(span(t) for t in outputs)
-    starts = [start for start, _ in spans]
-    reaches = list(accumulate((end for _, end in spans), max))
+    spans = list(enumerate(map(span, outputs)))
     copied: list[Tensor] | None = None
     for i, t in enumerate(inputs):
         start, end = span(t)
-        before = bisect_left(starts, end)  # outputs that begin before the input ends
-        if not before or reaches[before - 1] <= start:
-            continue
-        if all(_in_place(op, i, j, rank) for j in _meeting(outputs, start, end)):
-            continue
-        copied = copied or list(inputs)
-        copied[i] = t.detach().clone()
+        if not all(_in_place(op, i, j, rank) for j, (low, high) in spans if low < end and start < high):
+            copied = copied or list(inputs)
+            copied[i] = t.detach().clone()
     return op if copied is None else replace(op, inputs=tuple(copied))
 
 
-def _meeting(outputs: Sequence[Tensor], start: int, end: int) -> list[int]:
-    return [j for j, (low, high) in enumerate(map(span, outputs)) if low < end and start < high]
-
-
-def _in_place(op: Collective, i: int, j: int, rank: int) -> bool:
+def _in_place(op: OpFields, i: int, j: int, rank: int) -> bool:
     """Whether input `i` and output `j` overlap in this rank's own part only: see Note [In place]."""
     kind, source, target = op.kind, op.inputs[i], op.outputs[j]
     if kind is OpKind.ALL_GATHER_INTO_TENSOR:
@@ -75,3 +86,68 @@ def _in_place(op: Collective, i: int, j: int, rank: int) -> bool:
 def _is_part(part: Tensor, whole: Tensor, rank: int) -> bool:
     plain = part.is_contiguous() and whole.is_contiguous()
     return plain and part.data_ptr() == whole.data_ptr() + rank * part.nbytes
+
+
+def span(t: Tensor) -> tuple[int, int]:
+    """The addresses between which a tensor lies, from and to; (0, 0) for an empty or sparse one."""
+    if t.layout is not torch.strided or not t.numel():
+        return 0, 0
+    start = t.data_ptr()
+    if t.is_contiguous():
+        return start, start + t.nbytes
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return start, start + (last + 1) * t.element_size()
+
+
+def overlapping(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Two of the tensors, each of which may be written, that share memory; a tensor that overlaps itself is returned twice."""
+    for t in tensors:
+        if not t.is_sparse and not t.is_contiguous() and _overlaps_itself(t):
+            return t, t
+    open_: list[tuple[int, Tensor]] = []  # those that reach beyond the start of the current one
+    for start, end, t in sorted(((*span(t), t) for t in tensors), key=lambda entry: entry[0]):
+        if start == end:
+            continue
+        open_ = [(reach, other) for reach, other in open_ if reach > start]
+        for _, other in open_:
+            if _share(other, t):
+                return other, t
+        open_.append((end, t))
+    return None
+
+
+def _overlaps_itself(t: Tensor) -> bool:
+    """Whether two elements of `t` are in one place."""
+    dims = sorted((stride, n) for n, stride in zip(t.shape, t.stride(), strict=True) if n > 1)
+    reach = 1
+    for stride, n in dims:
+        if stride < reach:
+            break
+        reach = (n - 1) * stride + reach
+    else:
+        return False
+    if not t.numel():
+        return False
+    if dims[0][0] == 0:
+        return True
+    (start, end), width = span(t), t.element_size()
+    return int(_footprint(t, start, end, width).sum()) < t.numel()
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors whose spans overlap have an element in common."""
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    (low, high), (start, end) = span(a), span(b)
+    low, high = min(low, start), max(high, end)
+    unit = math.gcd(a.element_size(), b.element_size(), abs(a.data_ptr() - b.data_ptr()))
+    return bool((_footprint(a, low, high, unit) & _footprint(b, low, high, unit)).any())
+
+
+def _footprint(t: Tensor, low: int, high: int, unit: int) -> Tensor:
+    """Which units of memory, of those from `low` to `high`, belong to elements of `t`."""
+    places = torch.zeros((high - low) // unit, dtype=torch.bool, device="cpu")
+    per = t.element_size() // unit
+    strides = [stride * per for stride in t.stride()]
+    places.as_strided((*t.shape, per), (*strides, 1), (t.data_ptr() - low) // unit).fill_(True)
+    return places

@@ -8,48 +8,26 @@ between ranks can show (different shapes on different ranks) is checked by the `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from gradwire.collectives.dtypes import MOVES, ONLY_BITS, REDUCES, SPARSE, SPARSE_OPS
-from gradwire.collectives.op_kinds import OpKind, ReduceOp, Scope
-from gradwire.collectives.overlap import overlapping
+from gradwire.collectives.aliasing import overlapping
+from gradwire.collectives.op_kinds import MOVES, REDUCES, REDUCES_SPARSE, OpFields, OpKind, ReduceOp, Scope
 from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import UsageError, UsageTypeError
 
 _SUM, _BARRIER, _ALL_REDUCE = ReduceOp.SUM, OpKind.BARRIER, OpKind.ALL_REDUCE
-_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
-_INEXACT_ONLY = frozenset({ReduceOp.AVG, ReduceOp.PREMUL_SUM})
 _ROOTED = frozenset({OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER})
 _NUMBERED = _ROOTED | {OpKind.SEND, OpKind.RECV}
 _FREE_IN_WORLD = frozenset({OpKind.BARRIER, OpKind.ALL_REDUCE})
 """Kinds that any rank of any world can submit."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OpFields:
-    """The fields of a `Collective`, without the rules."""
-
-    kind: OpKind
-    inputs: tuple[Tensor, ...] = ()
-    outputs: tuple[Tensor, ...] = ()
-    reduce_op: ReduceOp | None = None
-    root: int | None = None
-    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    peer: int | None = None
-    tag: int = 0
-    factor: float | Tensor | None = None
-    label: str = ""
-    timeout: float | None = None
-    scope: Scope = Scope.WORLD
-
-
-def _refuse(op: OpFields, problem: str, advice: str) -> NoReturn:
+def _refuse(op: OpFields, problem: str) -> NoReturn:
     label = f" labeled {op.label!r}" if op.label else ""
-    raise UsageError(f"{op.kind.value}{label}: {problem}. {advice}")
+    raise UsageError(f"{op.kind.value}{label}: {problem}")
 
 
 def _describe(t: Tensor) -> str:
@@ -67,13 +45,9 @@ def check_alone(op: OpFields) -> None:
                 f"{op.kind.value}: expected tensors, got {type(t).__name__} ({t!r}). Wrap it in torch.tensor(...) first."
             )
     if not tensors and op.kind is not _BARRIER:
-        _refuse(op, "no tensors were given", "Pass at least one; skip the call when there is nothing to communicate.")
+        _refuse(op, "no tensors were given. Pass at least one; skip the call when there is nothing to communicate.")
     if op.kind.is_p2p and op.scope is not Scope.WORLD:
-        _refuse(
-            op,
-            f"a message with the scope {op.scope.value}",
-            "Messages name their ranks in the whole group: leave it out.",
-        )
+        _refuse(op, f"a message with the scope {op.scope.value}. Messages name ranks of the whole group: leave it out.")
     _check_numbers(op)
     _check_alike(op, tensors)
     for t in tensors:
@@ -82,7 +56,7 @@ def check_alone(op: OpFields) -> None:
     if op.kind.reduces:
         _check_reduction(op)
     elif op.reduce_op is not None or op.factor is not None:
-        _refuse(op, "it does not reduce, yet reduce_op or factor is set", "Leave both out.")
+        _refuse(op, "it does not reduce, yet reduce_op or factor is set. Leave both out.")
     rule = _SHAPE_RULES.get(op.kind)
     if rule is not None:
         rule(op)
@@ -104,11 +78,11 @@ def _is_plain_sum(op: OpFields) -> bool:
 
 def _refuse_tensor(op: OpFields, t: Tensor) -> NoReturn:
     if t.is_meta:
-        _refuse(op, f"{_describe(t)} has no data", "Materialize it first, with to_empty(device=...) for example.")
+        _refuse(op, f"{_describe(t)} has no data. Materialize it first, with to_empty(device=...) for example.")
     if t.is_nested:
-        _refuse(op, "a nested tensor is not supported", "Pass its values(), or t.to_padded_tensor(...).")
+        _refuse(op, "a nested tensor is not supported. Pass its values(), or t.to_padded_tensor(...).")
     advice = "t.int_repr(), and the scale and zero point by themselves" if t.is_quantized else "t.view(torch.uint8)"
-    _refuse(op, f"{_describe(t)}: tensors of this dtype cannot be communicated", f"Pass {advice}.")
+    _refuse(op, f"{_describe(t)}: tensors of this dtype cannot be communicated. Pass {advice}.")
 
 
 def _check_outputs(op: OpFields) -> None:
@@ -121,13 +95,12 @@ def _check_outputs(op: OpFields) -> None:
     if a is b and sum(t is a for t in op.outputs) == 1:
         _refuse(
             op,
-            f"an output, {_describe(a)} with strides {a.stride()}, has several elements at one address, as expand() makes them",
+            f"an output, {_describe(a)} with strides {a.stride()}, has several elements at one address, as expand() makes them. "
             "Pass t.contiguous() instead.",
         )
     _refuse(
         op,
-        f"two outputs, {_describe(a)} and {_describe(b)}, share memory, so one result would overwrite the other",
-        "Pass outputs that do not overlap, each of them once.",
+        f"two outputs, {_describe(a)} and {_describe(b)}, share memory. Pass each output once, and none that overlap.",
     )
 
 
@@ -135,50 +108,34 @@ def _check_numbers(op: OpFields) -> None:
     if op.root is None and op.peer is None and op.tag == 0 and op.timeout is None and op.kind not in _NUMBERED:
         return
     if op.kind in _ROOTED and op.root is None:
-        _refuse(op, "it has no root", "Pass src= or dst=.")
+        _refuse(op, "it has no root. Pass src= or dst=.")
     for name, value in (("root", op.root), ("peer", op.peer), ("tag", op.tag)):
         if value is None:
             continue
         if not isinstance(value, int):
             raise UsageTypeError(f"{op.kind.value}: {name} is {value!r}, not an int. Pass a rank of this group.")
         if value < 0:
-            _refuse(op, f"{name} is {value}, which is negative", "Ranks and tags count from 0.")
+            _refuse(op, f"{name} is {value}, which is negative. Ranks and tags count from 0.")
     if op.timeout is not None:
         timeout_seconds(op.kind.value, op.timeout)
     if op.kind is OpKind.SEND and op.peer is None:
-        _refuse(op, "no destination was given", "Pass dst=.")
+        _refuse(op, "no destination was given. Pass dst=.")
 
 
 def _check_alike(op: OpFields, tensors: Sequence[Tensor]) -> None:
-    if len(tensors) < 2:
-        first_sparse = bool(tensors) and tensors[0].layout is not torch.strided
-    else:
-        first = tensors[0]
-        device, layout = first.device, first.layout
-        first_sparse = layout is not torch.strided
-        for t in tensors:
-            if t.device != device:
-                _refuse(
-                    op,
-                    f"tensors are on different devices: {_describe(first)} and {_describe(t)}",
-                    "Move them to one device.",
-                )
-            if t.layout != layout:
-                _refuse(op, f"tensors have different layouts: {layout} and {t.layout}", "Convert them to one layout.")
-        if op.kind not in _PAIRED:
-            for t in tensors:
-                if t.dtype != first.dtype:
-                    _refuse(
-                        op,
-                        f"tensors have different dtypes: {_describe(first)} and {_describe(t)}",
-                        "Convert them to one dtype.",
-                    )
-    if first_sparse and (tensors[0].layout is not torch.sparse_coo or op.kind is not OpKind.ALL_REDUCE):
-        _refuse(
-            op,
-            f"layout {tensors[0].layout} is not supported",
-            "Only all_reduce takes sparse COO tensors; use t.to_dense().",
-        )
+    if not tensors:
+        return
+    first = tensors[0]
+    device, layout = first.device, first.layout
+    for t in tensors[1:]:
+        if t.device != device:
+            _refuse(op, f"tensors are on different devices: {_describe(first)}, {_describe(t)}. Move them to one.")
+        if t.layout != layout:
+            _refuse(op, f"tensors have different layouts: {layout} and {t.layout}. Convert them to one.")
+        if op.kind not in _PAIRED and t.dtype != first.dtype:
+            _refuse(op, f"tensors have different dtypes: {_describe(first)}, {_describe(t)}. Convert them to one.")
+    if layout is not torch.strided and (layout is not torch.sparse_coo or op.kind is not OpKind.ALL_REDUCE):
+        _refuse(op, f"layout {layout} is not supported. Only all_reduce takes sparse COO tensors; use t.to_dense().")
 
 
 def _check_reduction(op: OpFields) -> None:
@@ -187,40 +144,26 @@ def _check_reduction(op: OpFields) -> None:
         raise UsageTypeError(f"{op.kind.value}: op is {reduce_op!r}. Pass a gradwire.ReduceOp, such as ReduceOp.SUM.")
     for t in op.inputs:
         if reduce_op not in REDUCES.get(t.dtype, ()):
-            _refuse(op, *_irreducible(reduce_op, t))
-        if t.is_sparse and not (reduce_op in SPARSE_OPS and t.dtype in SPARSE):
             _refuse(
                 op,
-                f"{reduce_op.name} of a sparse tensor, {_describe(t)}, is not supported",
-                "Sparse tensors of wide floating-point, complex and integer dtypes can be summed or averaged; use t.to_dense().",
+                f"{reduce_op.name} of {_describe(t)} is not defined. Convert it first: AVG and PREMUL_SUM take floating-point and "
+                "complex numbers, MIN and MAX real ones, bitwise operations integers and bool.",
             )
-    if (reduce_op is ReduceOp.PREMUL_SUM) != (op.factor is not None):
-        _refuse(
-            op,
-            f"op is {reduce_op.name} and factor is {op.factor!r}",
-            "PREMUL_SUM needs factor=, the others must not have one.",
-        )
-    if isinstance(op.factor, complex) or (isinstance(op.factor, Tensor) and op.factor.is_complex()):
+        if t.is_sparse and reduce_op not in REDUCES_SPARSE.get(t.dtype, ()):
+            _refuse(
+                op,
+                f"{reduce_op.name} of a sparse tensor, {_describe(t)}, is not supported. Sparse tensors of wide floating-point, "
+                "complex and integer dtypes can be summed or averaged; use t.to_dense().",
+            )
+    factor = op.factor
+    if (reduce_op is ReduceOp.PREMUL_SUM) != (factor is not None):
+        _refuse(op, f"op is {reduce_op.name} and factor is {factor!r}. PREMUL_SUM needs factor=, no other takes one.")
+    if isinstance(factor, complex) or (isinstance(factor, Tensor) and factor.is_complex()):
         for t in op.inputs:
             if not t.dtype.is_complex:
-                _refuse(op, f"factor is complex, {_describe(t)} is not", "Pass a real factor, or a complex tensor.")
-    if isinstance(op.factor, Tensor) and op.factor.numel() != 1:
-        _refuse(op, f"factor has shape {list(op.factor.shape)}", "Pass a number or a tensor with one element.")
-
-
-def _irreducible(reduce_op: ReduceOp, t: Tensor) -> tuple[str, str]:
-    """The problem and the advice for an operation that a dtype does not have."""
-    what = f"{reduce_op.name} of {_describe(t)}"
-    if t.dtype in ONLY_BITS:
-        return (
-            f"{what}: torch has no arithmetic for this dtype",
-            "Convert to float32 first, or gather and reduce yourself.",
-        )
-    if reduce_op in _INEXACT_ONLY:
-        return f"{what} is not an integer", "Use SUM and divide yourself, or convert to a floating-point dtype."
-    if reduce_op in _BITWISE:
-        return f"{what} has no meaning", "Bitwise operations take integers and bool; view the bits as an integer dtype."
-    return f"{what}: complex numbers have no order", "Reduce the absolute value."
+                _refuse(op, f"factor is complex, {_describe(t)} is not. Pass a real factor, or a complex tensor.")
+    if isinstance(factor, Tensor) and factor.numel() != 1:
+        _refuse(op, f"factor has shape {list(factor.shape)}. Pass a number or a tensor with one element.")
 
 
 # -- shapes: one rule a kind ---------------------------------------------------------------------------------------------
@@ -230,11 +173,7 @@ def _in_place(op: OpFields) -> None:
     if len(op.inputs) != len(op.outputs) or any(
         i is not o and (i.shape != o.shape or i.dtype != o.dtype) for i, o in zip(op.inputs, op.outputs, strict=True)
     ):
-        _refuse(
-            op,
-            "inputs and outputs do not pair up",
-            "They must be the same tensors, or tensors of the same shapes and dtypes.",
-        )
+        _refuse(op, "inputs and outputs do not pair up. They must be the same tensors, or of equal shapes and dtypes.")
 
 
 def _one_in_place(op: OpFields) -> None:
@@ -244,33 +183,24 @@ def _one_in_place(op: OpFields) -> None:
 
 def _one_input(op: OpFields) -> None:
     if len(op.inputs) != 1:
-        _refuse(op, f"{len(op.inputs)} inputs were given", "Pass exactly one.")
+        _refuse(op, f"{len(op.inputs)} inputs were given. Pass exactly one.")
 
 
 def _one_output(op: OpFields) -> None:
     if len(op.outputs) != 1:
-        _refuse(op, f"{len(op.outputs)} outputs were given", "Pass exactly one.")
+        _refuse(op, f"{len(op.outputs)} outputs were given. Pass exactly one.")
 
 
 def _pairs(op: OpFields) -> None:
     if len(op.inputs) != len(op.outputs):
-        _refuse(
-            op, f"{len(op.inputs)} inputs but {len(op.outputs)} outputs were given", "Pass one output for each input."
-        )
+        counts = f"{len(op.inputs)} inputs but {len(op.outputs)} outputs"
+        _refuse(op, f"{counts} were given. Pass one output for each input.")
     for i, o in zip(op.inputs, op.outputs, strict=True):
         if i.dtype != o.dtype:
-            _refuse(
-                op,
-                f"an input and its output differ in dtype: {_describe(i)} and {_describe(o)}",
-                "Convert one of them.",
-            )
+            _refuse(op, f"an input and its output differ in dtype: {_describe(i)}, {_describe(o)}. Convert one.")
         whole, part = (o, i) if op.kind is OpKind.ALL_GATHER_INTO_TENSOR else (i, o)
         if whole.numel() and (part.numel() == 0 or whole.numel() % part.numel()):
-            _refuse(
-                op,
-                f"{_describe(whole)} is not a whole number of parts like {_describe(part)}",
-                "Sizes must differ by the number of ranks.",
-            )
+            _refuse(op, f"{_describe(whole)} is not made of parts like {_describe(part)}. It must have one per rank.")
 
 
 def _single(op: OpFields) -> None:
@@ -281,20 +211,15 @@ def _single(op: OpFields) -> None:
         return
     for name, splits, t in (("output", op.splits[0], op.outputs[0]), ("input", op.splits[1], op.inputs[0])):
         if any(not isinstance(n, int) or n < 0 for n in splits):
-            _refuse(op, f"{name}_split_sizes are {list(splits)}", "Split sizes are whole numbers from 0 up.")
+            _refuse(op, f"{name}_split_sizes are {list(splits)}. Split sizes are whole numbers from 0 up.")
         length = t.shape[0] if t.dim() else 1
         if splits and sum(splits) != length:
-            _refuse(
-                op,
-                f"{name}_split_sizes {list(splits)} add up to {sum(splits)}, but dimension 0 of the {name} has {length}",
-                "They must cover it exactly.",
-            )
-    if op.inputs[0].shape[1:] != op.outputs[0].shape[1:]:
-        _refuse(
-            op,
-            f"rows differ: input {_describe(op.inputs[0])}, output {_describe(op.outputs[0])}",
-            "All dimensions but the first must agree.",
-        )
+            sizes = f"{name}_split_sizes {list(splits)} add up to {sum(splits)}"
+            _refuse(op, f"{sizes}, but dimension 0 of the {name} has {length}. They must cover it exactly.")
+    i, o = op.inputs[0], op.outputs[0]
+    if i.shape[1:] != o.shape[1:]:
+        rows = f"rows differ: input {_describe(i)}, output {_describe(o)}"
+        _refuse(op, f"{rows}. All dimensions but the first must agree.")
 
 
 _PAIRED = frozenset({OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR})
@@ -324,15 +249,11 @@ def check_in_world(op: OpFields, rank: int, size: int) -> None:
         return
     for name, value in (("root", op.root), ("peer", op.peer)):
         if value is not None and value >= size:
-            _refuse(
-                op,
-                f"{name} is {value}, but the group has ranks 0 to {size - 1}",
-                "Ranks are those of this group, not of the whole job.",
-            )
-    if kind is OpKind.SEND and op.peer == rank:
-        _refuse(op, f"rank {rank} sends to itself", "Copy the tensor instead.")
-    if kind is OpKind.RECV and op.peer == rank:
-        _refuse(op, f"rank {rank} receives from itself", "Copy the tensor instead.")
+            ranks = f"{name} is {value}, but the group has ranks 0 to {size - 1}"
+            _refuse(op, f"{ranks}. Ranks are those of this group, not of the whole job.")
+    if kind.is_p2p and op.peer == rank:
+        does = "sends to" if kind is OpKind.SEND else "receives from"
+        _refuse(op, f"rank {rank} {does} itself. Copy the tensor instead.")
     if kind is OpKind.ALL_GATHER:
         _count(op, "outputs", op.outputs, size)
         _same_size(op, op.outputs[rank], op.inputs[0], f"outputs[{rank}], this rank's place,", "the input")
@@ -346,54 +267,42 @@ def check_in_world(op: OpFields, rank: int, size: int) -> None:
     elif kind is OpKind.ALL_TO_ALL_SINGLE:
         _check_parts(op, size)
     elif kind in (OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR):
-        gather = kind is OpKind.ALL_GATHER_INTO_TENSOR
         for i, o in zip(op.inputs, op.outputs, strict=True):
-            whole, part = (o, i) if gather else (i, o)
+            whole, part = (o, i) if kind is OpKind.ALL_GATHER_INTO_TENSOR else (i, o)
             if whole.numel() != part.numel() * size:
-                _refuse(
-                    op,
-                    f"{_describe(whole)} is not {size} times {_describe(part)}",
-                    f"There are {size} ranks, so it must be {part.numel() * size} elements.",
-                )
+                sizes = f"{_describe(whole)} is not {size} times {_describe(part)}"
+                _refuse(op, f"{sizes}. There are {size} ranks, so it must be {part.numel() * size} elements.")
     elif kind is OpKind.GATHER:
         _check_rooted_list(op, "outputs", op.outputs, op.inputs[0], rank, size)
     elif kind is OpKind.SCATTER:
         _check_rooted_list(op, "inputs", op.inputs, op.outputs[0], rank, size)
 
 
-def _count(op: OpFields, name: str, tensors: Sequence[Tensor], size: int) -> None:
-    if len(tensors) != size:
-        _refuse(op, f"{len(tensors)} {name} were given to a group of {size}", f"Pass {size}, one per rank.")
+def _count(op: OpFields, name: str, given: Sequence[object], size: int) -> None:
+    if len(given) != size:
+        _refuse(op, f"{len(given)} {name} were given to a group of {size}. Pass {size}, one per rank.")
 
 
 def _same_size(op: OpFields, a: Tensor, b: Tensor, a_name: str, b_name: str) -> None:
     if a.numel() != b.numel():
-        _refuse(op, f"{a_name} is {_describe(a)}, but {b_name} is {_describe(b)}", "They must have as many elements.")
+        _refuse(op, f"{a_name} is {_describe(a)}, but {b_name} is {_describe(b)}. They must have as many elements.")
 
 
 def _check_parts(op: OpFields, size: int) -> None:
     for index, (name, t) in enumerate((("output", op.outputs[0]), ("input", op.inputs[0]))):
         splits = op.splits[index] if op.splits else ()
-        if splits and len(splits) != size:
-            _refuse(
-                op, f"{len(splits)} {name}_split_sizes were given to a group of {size}", f"Pass {size}, one per rank."
-            )
+        if splits:
+            _count(op, f"{name}_split_sizes", splits, size)
         length = t.shape[0] if t.dim() else 1
         if not splits and length % size:
-            _refuse(
-                op,
-                f"dimension 0 of the {name} is {length}, not a multiple of {size} ranks",
-                f"Pad it, or pass {name}_split_sizes.",
-            )
+            uneven = f"dimension 0 of the {name} is {length}, not a multiple of {size} ranks"
+            _refuse(op, f"{uneven}. Pad it, or pass {name}_split_sizes.")
 
 
 def _check_rooted_list(op: OpFields, name: str, tensors: Sequence[Tensor], own: Tensor, rank: int, size: int) -> None:
-    if rank != op.root:
-        if tensors:
-            _refuse(
-                op, f"rank {rank} is not the root ({op.root}), yet it passes {name}", f"Only the root passes {name}."
-            )
-        return
-    _count(op, name, tensors, size)
-    for t in tensors:
-        _same_size(op, t, own, f"one of the root's {name}", "the tensor")
+    if rank == op.root:
+        _count(op, name, tensors, size)
+        for t in tensors:
+            _same_size(op, t, own, f"one of the root's {name}", "the tensor")
+    elif tensors:
+        _refuse(op, f"rank {rank} is not the root ({op.root}), yet it passes {name}. Only the root passes {name}.")

@@ -13,7 +13,7 @@ here. Bytes on the wire, for n ranks and b bytes of each rank's own data:
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,24 +26,19 @@ from gradwire.errors import UsageError
 Program = Generator[Collective, None, None]
 
 
-class Lowering(Protocol):
-    """What a rule needs to know apart from the operation."""
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """What a rule needs to know apart from the operation. Calling it runs a collective by those that the engine takes."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def takes(self) -> Callable[[Collective], bool]: ...
-
-    @property
-    def asked(self) -> Collective:
-        """What the caller submitted, for errors."""
+    rank: int
+    size: int
+    takes: Callable[[Collective], bool]
+    asked: Collective
+    """What the caller submitted, for errors."""
+    rules: Callable[[Collective, Lowering], Program]
 
     def __call__(self, op: Collective) -> Program:
-        """Run a collective by those that the engine takes."""
+        return self.rules(op, self)
 
 
 def compose(op: Collective, low: Lowering) -> Program:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.collectives.dtypes import ALWAYS_FINITE
+from gradwire.collectives.op_kinds import ALWAYS_FINITE
 
 MAX_NORM_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 """Real dtypes whose maximum norm is finite exactly if all elements are."""

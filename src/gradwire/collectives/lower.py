@@ -11,20 +11,18 @@ It uses no group, engine or thread, so it is tested with simulated ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import build
-from gradwire.collectives.aliasing import apart
+from gradwire.collectives.aliasing import apart, is_plain
+from gradwire.collectives.compose import Lowering, compose, exchanges_bytes
 from gradwire.collectives.compose import Program as Program
-from gradwire.collectives.compose import compose, exchanges_bytes
-from gradwire.collectives.direct_ops import is_plain
-from gradwire.collectives.inference import writes
 from gradwire.collectives.op import Collective
 from gradwire.collectives.op_kinds import OpKind, ReduceOp
-from gradwire.collectives.reference import reduce_tensors, store, working_dtype
+from gradwire.collectives.reference import reduce_tensors, store, working_dtype, writes
 
 
 def is_identity(op: Collective) -> bool:
@@ -48,35 +46,25 @@ def _plain_copy(t: Tensor) -> Tensor:
     return t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
-@dataclass(frozen=True, slots=True)
-class _Lowering:
-    """What the rules need to know apart from the operation."""
+def _lowered(op: Collective, low: Lowering) -> Program:
+    if low.takes(op):
+        yield op
+    elif all(t.is_sparse or is_plain(t) for t in (op.inputs if op.outputs is op.inputs else op.inputs + op.outputs)):
+        yield from _RULES[op.kind](op, low)
+    else:
+        yield from _staged(op, low)
 
-    rank: int
-    size: int
-    takes: Callable[[Collective], bool]
-    asked: Collective
 
-    def __call__(self, op: Collective) -> Program:
-        if self.takes(op):
-            yield op
-        elif all(
-            t.is_sparse or is_plain(t) for t in (op.inputs if op.outputs is op.inputs else op.inputs + op.outputs)
-        ):
-            yield from _RULES[op.kind](op, self)
-        else:
-            yield from self._staged(op)
-
-    def _staged(self, op: Collective) -> Program:
-        """The same collective on plain copies. How a tensor lies in memory is known to this rank only: were it to decide
-        which collectives are submitted, ranks with different layouts would submit different ones."""
-        copies = {id(t): t if is_plain(t) else _plain_copy(t) for t in op.inputs + op.outputs}
-        inputs = tuple(copies[id(t)] for t in op.inputs)
-        outputs = inputs if op.outputs is op.inputs else tuple(copies[id(t)] for t in op.outputs)
-        yield from self(replace(op, inputs=inputs, outputs=outputs))
-        for t, copy in zip(op.outputs, outputs, strict=True):
-            if copy is not t:
-                store(t.detach(), copy)
+def _staged(op: Collective, low: Lowering) -> Program:
+    """The same collective on plain copies. How a tensor lies in memory is known to this rank only: were it to decide
+    which collectives are submitted, ranks with different layouts would submit different ones."""
+    copies = {id(t): t if is_plain(t) else _plain_copy(t) for t in op.inputs + op.outputs}
+    inputs = tuple(copies[id(t)] for t in op.inputs)
+    outputs = inputs if op.outputs is op.inputs else tuple(copies[id(t)] for t in op.outputs)
+    yield from low(replace(op, inputs=inputs, outputs=outputs))
+    for t, copy in zip(op.outputs, outputs, strict=True):
+        if copy is not t:
+            store(t.detach(), copy)
 
 
 def lower(op: Collective, *, rank: int, size: int, takes: Callable[[Collective], bool]) -> Program:
@@ -86,7 +74,7 @@ def lower(op: Collective, *, rank: int, size: int, takes: Callable[[Collective],
     >>> list(ops)
     [all_reduce(uint8[1], SUM, label='start')]
     """
-    for step in writes(op.outputs, _Lowering(rank, size, takes, op)(apart(op, rank))):
+    for step in writes(op.outputs, Lowering(rank, size, takes, op, _lowered)(apart(op, rank))):
         yield step if op.timeout is None else step.within(op.timeout)
 
 
@@ -101,7 +89,7 @@ _BOOL_AS_BYTES = {
 _LINEAR = frozenset({ReduceOp.SUM, ReduceOp.AVG})
 
 
-def _all_reduce(op: Collective, low: _Lowering) -> Program:
+def _all_reduce(op: Collective, low: Lowering) -> Program:
     reduce_op = op.reduce_op
     assert reduce_op is not None
     if len(op.inputs) > 1:
@@ -140,7 +128,7 @@ def _scaled(op: Collective, t: Tensor) -> Tensor:
     return t.detach().to(working_dtype(t.dtype)) * op.factor
 
 
-def _all_reduce_packed(op: Collective, low: _Lowering) -> Program:
+def _all_reduce_packed(op: Collective, low: Lowering) -> Program:
     """Several tensors as one flat buffer per dtype; sparse ones by themselves."""
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, t in enumerate(op.inputs):
@@ -170,7 +158,7 @@ def _unpack(buffer: Tensor, tensors: list[Tensor]) -> None:
     torch._foreach_copy_(tensors, torch._C._nn.unflatten_dense_tensors(buffer, tensors))
 
 
-def _all_reduce_by_exchange(op: Collective, low: _Lowering) -> Program:
+def _all_reduce_by_exchange(op: Collective, low: Lowering) -> Program:
     t, n, size = op.inputs[0], op.inputs[0].numel(), low.size
     share = -(-n // size)
     padded = torch.zeros(share * size, dtype=t.dtype, device=t.device)
@@ -182,7 +170,7 @@ def _all_reduce_by_exchange(op: Collective, low: _Lowering) -> Program:
     store(t.detach(), padded[:n])
 
 
-def _all_reduce_by_gather(op: Collective, low: _Lowering) -> Program:
+def _all_reduce_by_gather(op: Collective, low: Lowering) -> Program:
     """n times the data on the wire, for engines without an all-to-all."""
     t = op.inputs[0]
     whole = torch.empty(low.size * t.numel(), dtype=t.dtype, device=t.device)
@@ -190,7 +178,7 @@ def _all_reduce_by_gather(op: Collective, low: _Lowering) -> Program:
     store(t.detach(), reduce_tensors(op.reduce_op or ReduceOp.SUM, whole.view(low.size, t.numel()).unbind()))
 
 
-def _all_reduce_sparse(op: Collective, low: _Lowering) -> Program:
+def _all_reduce_sparse(op: Collective, low: Lowering) -> Program:
     """Gather every rank's indices and values, then add up: coordinates may differ from rank to rank."""
     own = op.inputs[0].detach().coalesce()
     indices, values = own.indices(), own.values()
@@ -215,7 +203,7 @@ def _all_reduce_sparse(op: Collective, low: _Lowering) -> Program:
     store(op.outputs[0], reduce_tensors(sum_op, parts).to(own.dtype).coalesce())
 
 
-def _reduce(op: Collective, low: _Lowering) -> Program:
+def _reduce(op: Collective, low: Lowering) -> Program:
     # An all-reduce of a copy: twice the bytes of a reduction to the root, but the others' tensors stay untouched.
     copy = flat(op.inputs[0]).clone()
     yield from low(build.all_reduce(copy, op=op.reduce_op or ReduceOp.SUM, factor=op.factor, label=op.label))
@@ -223,7 +211,7 @@ def _reduce(op: Collective, low: _Lowering) -> Program:
         store(op.outputs[0].detach(), copy)
 
 
-def _reduce_scatter(op: Collective, low: _Lowering) -> Program:
+def _reduce_scatter(op: Collective, low: Lowering) -> Program:
     output = op.outputs[0]
     sum_op = ReduceOp.SUM if op.reduce_op is ReduceOp.PREMUL_SUM else op.reduce_op or ReduceOp.SUM
     parts = [flat(_scaled(op, t)) for t in op.inputs]
@@ -237,7 +225,7 @@ def _reduce_scatter(op: Collective, low: _Lowering) -> Program:
     store(output.detach(), reduce_tensors(sum_op, received))
 
 
-def _reduce_scatter_tensor(op: Collective, low: _Lowering) -> Program:
+def _reduce_scatter_tensor(op: Collective, low: Lowering) -> Program:
     for whole, part in zip(op.inputs, op.outputs, strict=True):
         parts = flat(whole).split(part.numel()) if part.numel() else [flat(whole)] * low.size
         reduce_op = op.reduce_op or ReduceOp.SUM
@@ -247,7 +235,7 @@ def _reduce_scatter_tensor(op: Collective, low: _Lowering) -> Program:
 # -- movement ------------------------------------------------------------------------------------------------------------
 
 
-def _broadcast(op: Collective, low: _Lowering) -> Program:
+def _broadcast(op: Collective, low: Lowering) -> Program:
     first = op.outputs[0]
     if len(op.outputs) == 1 and first is op.inputs[0]:
         yield from _taken(build.broadcast(as_bytes(first), src=op.root or 0, label=op.label), low)
@@ -261,7 +249,7 @@ def _broadcast(op: Collective, low: _Lowering) -> Program:
         offset += t.nbytes
 
 
-def _all_gather(op: Collective, low: _Lowering) -> Program:
+def _all_gather(op: Collective, low: Lowering) -> Program:
     """The outputs have the size of each rank's input, so all ranks agree on the padding without communication."""
     own = op.inputs[0]
     longest = max(t.numel() for t in op.outputs)
@@ -274,7 +262,7 @@ def _all_gather(op: Collective, low: _Lowering) -> Program:
         store(t.detach(), whole[i * longest : i * longest + t.numel()])
 
 
-def _all_gather_into_tensor(op: Collective, low: _Lowering) -> Program:
+def _all_gather_into_tensor(op: Collective, low: Lowering) -> Program:
     for part, whole in zip(op.inputs, op.outputs, strict=True):
         pair = build.all_gather_into_tensor(flat(whole), flat(part), label=op.label)
         if not low.takes(pair):
@@ -282,7 +270,7 @@ def _all_gather_into_tensor(op: Collective, low: _Lowering) -> Program:
         yield from _taken(pair, low)
 
 
-def _all_to_all(op: Collective, low: _Lowering) -> Program:
+def _all_to_all(op: Collective, low: Lowering) -> Program:
     out_sizes, in_sizes = [t.numel() for t in op.outputs], [t.numel() for t in op.inputs]
     output = torch.empty(sum(out_sizes), dtype=op.outputs[0].dtype, device=op.device)
     yield from low(
@@ -298,7 +286,7 @@ def _all_to_all(op: Collective, low: _Lowering) -> Program:
         store(t.detach(), part)
 
 
-def _all_to_all_single(op: Collective, low: _Lowering) -> Program:
+def _all_to_all_single(op: Collective, low: Lowering) -> Program:
     """The same on flat bytes, with both lists of split sizes written out."""
     source, target = op.inputs[0], op.outputs[0]
     row = (source.shape[1:].numel() if source.dim() else 1) * source.element_size()
@@ -319,7 +307,7 @@ def _all_to_all_single(op: Collective, low: _Lowering) -> Program:
     )
 
 
-def _gather(op: Collective, low: _Lowering) -> Program:
+def _gather(op: Collective, low: Lowering) -> Program:
     places = [torch.empty(t.nbytes, dtype=torch.uint8, device=t.device) for t in op.outputs]
     mine = as_bytes(op.inputs[0])
     yield from _taken(build.gather(mine, places, dst=op.root or 0, label=op.label), low)
@@ -327,7 +315,7 @@ def _gather(op: Collective, low: _Lowering) -> Program:
         store(t.detach(), place.view(t.dtype))
 
 
-def _scatter(op: Collective, low: _Lowering) -> Program:
+def _scatter(op: Collective, low: Lowering) -> Program:
     parts = [as_bytes(t) for t in op.inputs]
     target = op.outputs[0]
     place = torch.empty(target.nbytes, dtype=torch.uint8, device=target.device)
@@ -335,7 +323,7 @@ def _scatter(op: Collective, low: _Lowering) -> Program:
     store(target.detach(), place.view(target.dtype))
 
 
-def _send(op: Collective, low: _Lowering) -> Program:
+def _send(op: Collective, low: Lowering) -> Program:
     def of(message: Tensor) -> Collective:
         return build.send(message, dst=op.peer or 0, tag=op.tag, label=op.label)
 
@@ -343,7 +331,7 @@ def _send(op: Collective, low: _Lowering) -> Program:
     yield from _taken(of(message if low.takes(of(message)) else message.cpu()), low)
 
 
-def _recv(op: Collective, low: _Lowering) -> Program:
+def _recv(op: Collective, low: Lowering) -> Program:
     def into(place: Tensor) -> Collective:
         return build.recv(place, src=op.peer, tag=op.tag, label=op.label)
 
@@ -355,11 +343,11 @@ def _recv(op: Collective, low: _Lowering) -> Program:
     store(target.detach(), place.view(target.dtype).to(target.device))
 
 
-def _barrier(op: Collective, low: _Lowering) -> Program:
+def _barrier(op: Collective, low: Lowering) -> Program:
     yield from low(build.all_reduce(torch.zeros(1, dtype=torch.uint8, device="cpu"), label=op.label))
 
 
-def _taken(op: Collective, low: _Lowering) -> Program:
+def _taken(op: Collective, low: Lowering) -> Program:
     """Plain bytes. An engine that does not take even these lacks the kind."""
     if low.takes(op):
         yield op
@@ -367,7 +355,7 @@ def _taken(op: Collective, low: _Lowering) -> Program:
         yield from compose(op, low)
 
 
-_RULES: dict[OpKind, Callable[[Collective, _Lowering], Program]] = {
+_RULES: dict[OpKind, Callable[[Collective, Lowering], Program]] = {
     OpKind.ALL_REDUCE: _all_reduce,
     OpKind.BROADCAST: _broadcast,
     OpKind.REDUCE: _reduce,

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gradwire.collectives.op_kinds import OpKind, ReduceOp, Scope
-from gradwire.collectives.signature import Signature
+from gradwire.collectives.op_kinds import OpKind, ReduceOp, Scope, Signature
 from gradwire.errors import CollectiveMismatch, GroupError
 
 # Kinds in which ranks may bring tensors of different shapes, or different numbers of them.

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradwire.collectives.check import OpFields, check_alone, check_in_world
-from gradwire.collectives.op_kinds import OpKind, Scope
-from gradwire.collectives.signature import Signature
+from gradwire.collectives.check import check_alone, check_in_world
+from gradwire.collectives.op_kinds import OpFields, OpKind, Scope, Signature
 from gradwire.collectives.timeouts import timeout_seconds
 
 

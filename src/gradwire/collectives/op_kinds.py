@@ -1,8 +1,12 @@
-"""What a collective does, which ranks take part, and how it reduces: `OpKind`, `Scope` and `ReduceOp`."""
+"""What a collective does, which ranks take part, how it reduces and which dtypes it takes; and the record of one, without rules."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
+
+import torch
+from torch import Tensor
 
 
 class OpKind(Enum):
@@ -90,3 +94,99 @@ class ReduceOp(Enum):
     """The sum of each rank's values times `factor`, which ranks may choose differently; floating point and complex."""
 
     __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A collective without its tensors: what ranks compare, and what errors, events and traces carry."""
+
+    kind: OpKind
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    reduce_op: ReduceOp | None = None
+    root: int | None = None
+    peer: int | None = None
+    tag: int = 0
+    scope: Scope = Scope.WORLD
+    label: str = ""
+
+    def __str__(self) -> str:
+        parts = []
+        if len(set(zip(self.shapes, self.dtypes, strict=True))) == 1:
+            times = f"{len(self.shapes)} x " if len(self.shapes) > 1 else ""
+            parts.append(f"{times}{self.dtypes[0]}{list(self.shapes[0])}")
+        else:
+            parts += [f"{dtype}{list(shape)}" for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+        if self.reduce_op is not None:
+            parts.append(self.reduce_op.name)
+        if self.root is not None:
+            parts.append(f"root={self.root}")
+        if self.kind.is_p2p:
+            parts.append(f"peer={'any' if self.peer is None else self.peer}")
+            parts.append(f"tag={self.tag}")
+        if self.scope is not Scope.WORLD:
+            parts.append(f"scope={self.scope.value}")
+        if self.label:
+            parts.append(f"label={self.label!r}")
+        return f"{self.kind.value}({', '.join(parts)})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpFields:
+    """The fields of a `Collective`, without the rules."""
+
+    kind: OpKind
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    reduce_op: ReduceOp | None = None
+    root: int | None = None
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    peer: int | None = None
+    tag: int = 0
+    factor: float | Tensor | None = None
+    label: str = ""
+    timeout: float | None = None
+    scope: Scope = Scope.WORLD
+
+
+# -- dtypes: one table for every group -----------------------------------------------------------------------------------
+# torch has dtypes that only hold bits (float4, float8_e8m0fnu, bits8): they are moved and not reduced. Others it cannot even copy
+# (int4), or they mean nothing without metadata (quint8's scale): no collective takes those.
+
+_ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT})
+_ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX})
+_INEXACT = frozenset({ReduceOp.AVG, ReduceOp.PREMUL_SUM})
+_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+
+
+def _named(*names: str) -> tuple[torch.dtype, ...]:
+    """Those that this torch has."""
+    return tuple(getattr(torch, name) for name in names if hasattr(torch, name))
+
+
+_FLOATS = _named("float16", "bfloat16", "float32", "float64")
+_FLOAT8 = _named("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+_COMPLEX = _named("complex32", "complex64", "complex128")
+_INTEGERS = _named("int8", "int16", "int32", "int64", "uint8")
+_WIDE_UNSIGNED = _named("uint16", "uint32", "uint64")
+
+REDUCES: dict[torch.dtype, frozenset[ReduceOp]] = {
+    **dict.fromkeys(_FLOATS + _FLOAT8, _ARITHMETIC | _ORDERED | _INEXACT),
+    **dict.fromkeys(_COMPLEX, _ARITHMETIC | _INEXACT),
+    **dict.fromkeys((*_INTEGERS, *_WIDE_UNSIGNED, torch.bool), _ARITHMETIC | _ORDERED | _BITWISE),
+}
+"""What each dtype can be reduced by."""
+
+ONLY_BITS = frozenset(_named("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"))
+"""Dtypes without arithmetic, which can be moved."""
+
+ALWAYS_FINITE = frozenset(_named("float4_e2m1fn_x2"))
+"""Floating-point dtypes that have neither infinities nor NaN."""
+
+MOVES = frozenset(REDUCES) | ONLY_BITS
+"""Dtypes that can be broadcast, gathered, scattered, exchanged and sent."""
+
+REDUCES_SPARSE = dict.fromkeys(
+    _FLOATS + _COMPLEX + _INTEGERS, frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
+)
+"""The same of sparse tensors, which can only be added up."""

@@ -3,19 +3,25 @@
 `perform([op of rank 0, op of rank 1, …])` reads every input, computes, then writes every output. Reductions run in rank
 order, so results are the same bits every time; float16, bfloat16 and float8 are accumulated in float32 and rounded once.
 `ThreadGroup` runs on this; engines that lack a reduction use `reduce_tensors`.
+
+Note [Tensors made in inference mode]
+torch refuses in-place operations on a tensor made in `torch.inference_mode()` outside that mode, which belongs to a thread. A group
+may write a result in another thread than the caller's, so outputs are written in their own mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from gradwire.collectives.inference import writing
 from gradwire.collectives.op import Collective
 from gradwire.collectives.op_kinds import OpKind, ReduceOp
 
+T = TypeVar("T")
 _NARROW = frozenset({
     torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 })  # fmt: skip
@@ -78,6 +84,33 @@ def reduce_tensors(op: ReduceOp, tensors: Sequence[Tensor], factors: Sequence[fl
         total = total ^ _SIGN_BIT
     result = total.view(dtype) if dtype is torch.uint64 else total.to(dtype)
     return result.clone() if len(tensors) == 1 else result
+
+
+def writing(outputs: Iterable[Tensor]) -> AbstractContextManager[object]:
+    """The context in which all of `outputs` can be written: see Note [Tensors made in inference mode].
+
+    >>> with torch.inference_mode():
+    ...     t = torch.zeros(2)
+    >>> with writing([t]):
+    ...     t.add_(1)
+    tensor([1., 1.])
+    """
+    return torch.inference_mode() if any(t.is_inference() for t in outputs) else nullcontext()
+
+
+def writes(outputs: Sequence[Tensor], program: Generator[T, None, None]) -> Generator[T, None, None]:
+    """`program`, which writes to `outputs` between its steps; the steps themselves run in the mode of the caller."""
+    context = writing(outputs)
+    try:
+        while True:
+            with context:
+                try:
+                    step = next(program)
+                except StopIteration:
+                    return
+            yield step
+    finally:
+        program.close()
 
 
 @torch.no_grad()

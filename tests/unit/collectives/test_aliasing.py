@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind, build
-from gradwire.collectives.aliasing import apart
-from gradwire.collectives.overlap import overlapping, span
+from gradwire.collectives.aliasing import apart, overlapping, span
 
 HOME = torch.zeros(64, dtype=torch.int16)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.collectives.direct_ops import is_plain
+from gradwire.collectives.aliasing import is_plain
 from gradwire.collectives.lower import as_bytes
 
 

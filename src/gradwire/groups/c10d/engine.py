@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from gradwire.collectives import Collective, OpKind, ReduceOp
-from gradwire.collectives.direct_ops import is_plain
+from gradwire.collectives.aliasing import is_plain
 from gradwire.collectives.lower import Program, lower
 from gradwire.groups.c10d.chunked_exchange import cut
 

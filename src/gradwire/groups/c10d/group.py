@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import Collective
 from gradwire.collectives.aliasing import apart
-from gradwire.collectives.inference import writing
 from gradwire.collectives.lower import is_identity
+from gradwire.collectives.reference import writing
 from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, Layout, OpKind, ReduceOp, Scope, build
-from gradwire.collectives.direct_ops import is_native
-from gradwire.collectives.inference import writes
+from gradwire.collectives.aliasing import is_native
 from gradwire.collectives.lower import flat, lower
-from gradwire.collectives.reference import cut, perform, store, working_dtype
+from gradwire.collectives.reference import cut, perform, store, working_dtype, writes
 from gradwire.errors import InternalError
 from gradwire.groups.hierarchical.pairwise import Moves
 from gradwire.groups.hierarchical.position import HostPlace, Step, Steps, split_row

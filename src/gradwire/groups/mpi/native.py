@@ -17,10 +17,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind
-from gradwire.collectives.aliasing import apart
-from gradwire.collectives.direct_ops import is_plain
+from gradwire.collectives.aliasing import apart, is_plain, span
 from gradwire.collectives.lower import as_bytes
-from gradwire.collectives.overlap import span
 from gradwire.collectives.reference import store
 from gradwire.groups.mpi.datatypes import Datatypes
 from gradwire.groups.mpi.pending_requests import PendingRequests

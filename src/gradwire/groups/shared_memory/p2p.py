@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import OpKind
-from gradwire.collectives.direct_ops import is_plain
+from gradwire.collectives.aliasing import is_plain
 from gradwire.collectives.reference import store
 from gradwire.errors import CollectiveMismatch, GroupError
 from gradwire.groups.shared_memory.board import SLOT, SLOTS, Board

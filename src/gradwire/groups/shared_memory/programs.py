@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind
-from gradwire.collectives.aliasing import apart
-from gradwire.collectives.direct_ops import is_native
-from gradwire.collectives.inference import writes
+from gradwire.collectives.aliasing import apart, is_native
 from gradwire.collectives.lower import lower
-from gradwire.collectives.reference import store
+from gradwire.collectives.reference import store, writes
 from gradwire.errors import CollectiveMismatch, GroupError
 from gradwire.groups.shared_memory.agreement import Agreement, Steps
 from gradwire.groups.shared_memory.all_reduce import AllReduce

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, build
-from gradwire.collectives.dtypes import ONLY_BITS
+from gradwire.collectives.op_kinds import ONLY_BITS
 from gradwire.groups.base import Group
 from gradwire.testing.conformance.cases import Case
 from gradwire.testing.conformance.compare import Problems, against_reference, holds, meet, side_group, unlike

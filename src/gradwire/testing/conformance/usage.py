@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import ReduceOp, Scope, build
-from gradwire.collectives.dtypes import MOVES, REDUCES
+from gradwire.collectives.op_kinds import MOVES, REDUCES
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.testing.conformance.compare import Problems, only_mistakes, raises, same
