@@ -90,9 +90,13 @@ def encode(signature: Signature, *, limit: int = LIMIT) -> bytes:
     >>> encode(Signature(OpKind.BARRIER, label="end"))
     b'["barrier",[],[],null,null,null,0,"world","end"]'
     """
-    data = _dump(signature)
-    if len(data) > limit:
-        data = _dump(replace(signature, shapes=(), dtypes=(), label=f"{len(signature.shapes)} tensors"))
+    reduce_op = None if signature.reduce_op is None else signature.reduce_op.value
+    fields: list[Any] = [signature.kind.value, signature.shapes, signature.dtypes, reduce_op]
+    fields += [signature.root, signature.peer, signature.tag, signature.scope.value, signature.label]
+    data = json.dumps(fields, separators=(",", ":")).encode()
+    if len(data) > limit and signature.shapes:
+        short = replace(signature, shapes=(), dtypes=(), label=f"{len(signature.shapes)} tensors")
+        return encode(short, limit=limit)
     return data
 
 
@@ -107,36 +111,17 @@ def decode(data: bytes, *, rank: int) -> Signature:
         kind, shapes, dtypes, reduce_op, root, peer, tag, scope, label = json.loads(data)
         return Signature(
             OpKind(kind),
-            tuple(tuple(map(_integer, shape)) for shape in shapes),
-            tuple(map(_text, dtypes)),
+            tuple(tuple(map(int, shape)) for shape in shapes),
+            tuple(map(str, dtypes)),
             None if reduce_op is None else ReduceOp(reduce_op),
-            None if root is None else _integer(root),
-            None if peer is None else _integer(peer),
-            _integer(tag),
+            None if root is None else int(root),
+            None if peer is None else int(peer),
+            int(tag),
             Scope(scope),
-            _text(label),
+            str(label),
         )
     except (ValueError, TypeError, RecursionError) as error:
         raise GroupError(
             f"reading which operation rank {rank} has submitted: its {len(data)} bytes describe none ({error}). Check that "
             "all ranks run the same version of gradwire."
         ) from error
-
-
-def _dump(signature: Signature) -> bytes:
-    reduce_op = None if signature.reduce_op is None else signature.reduce_op.value
-    fields: list[Any] = [signature.kind.value, signature.shapes, signature.dtypes, reduce_op]
-    fields += [signature.root, signature.peer, signature.tag, signature.scope.value, signature.label]
-    return json.dumps(fields, separators=(",", ":")).encode()
-
-
-def _integer(value: object) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is not an integer")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
-    return value

@@ -82,7 +82,10 @@ ALONE: list[tuple[str, Make]] = [
     (r"Pass t\.view\(torch\.uint8\)", lambda: build.all_reduce(torch.empty(2, dtype=torch.int4))),
     (r"Pass t\.view\(torch\.uint8\)", lambda: build.broadcast(torch.empty(2, dtype=torch.uint2), src=0)),
     ("SUM of float8_e8m0fnu.* is not defined", lambda: build.all_reduce(torch.empty(2, dtype=torch.float8_e8m0fnu))),
-    ("SUM of float8_e8m0fnu", lambda: build.reduce_scatter(two.to(torch.float8_e8m0fnu), [two.to(torch.float8_e8m0fnu)])),
+    (
+        "SUM of float8_e8m0fnu",
+        lambda: build.reduce_scatter(two.to(torch.float8_e8m0fnu), [two.to(torch.float8_e8m0fnu)]),
+    ),
     ("SUM of a sparse tensor, bool", lambda: build.all_reduce(sparse().to(torch.bool))),
     ("2 outputs were given", lambda: Collective(OpKind.RECV, outputs=(two, two))),
     ("2 outputs were given", lambda: Collective(OpKind.SCATTER, outputs=(two, two), root=0)),
