@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 import torch
 
 from gradwire.collectives import build
 from gradwire.errors import CollectiveTimeout
-from gradwire.groups.failure import watchdog as module
 from gradwire.groups.failure.watchdog import Watchdog
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
@@ -74,23 +72,6 @@ def test_its_thread_expires_what_nobody_waits_for() -> None:
     assert ended(watchdog)
 
 
-def test_an_idle_thread_ends_and_the_next_wake_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_IDLE_TICKS", 2)
-    watchdog, ledger = Watchdog("w", interval=0.002), Ledger(name="some group", rank=0, size=1)
-    watchdog.watch(ledger)
-    watchdog.wake()
-    first = watchdog._thread
-    assert ended(watchdog)
-    assert not watchdog.running
-    work = enter(ledger)
-    watchdog.wake()
-    assert watchdog.running
-    assert watchdog._thread is not first
-    work.finish()
-    watchdog.stop()
-    assert ended(watchdog)
-
-
 def test_wake_is_idempotent_and_does_nothing_after_stop() -> None:
     watchdog = Watchdog("w", interval=0.005)
     watchdog.wake()
@@ -104,54 +85,3 @@ def test_wake_is_idempotent_and_does_nothing_after_stop() -> None:
     fresh.stop()
     fresh.wake()
     assert fresh._thread is None
-
-
-class _BusyAtTheLastMoment(Ledger):
-    """A ledger in which an operation appears between the thread's last look and its end, as in the titled note."""
-
-    def __init__(self, watchdog: Watchdog) -> None:
-        super().__init__(name="some group", rank=0, size=1)
-        self.watchdog = watchdog
-        self.stayed = threading.Event()
-        self.looks_after_ending = 0
-
-    @property
-    def pending(self) -> dict[int, Work]:  # type: ignore[override]
-        if not self.watchdog.running:
-            self.looks_after_ending += 1
-            return {0: self.work}
-        if self.looks_after_ending:
-            self.stayed.set()
-        return {}
-
-    @pending.setter
-    def pending(self, value: dict[int, Work]) -> None:
-        self.work = Work(build.barrier(), self, seq=0, timeout=1000.0)
-
-
-def test_an_operation_that_comes_while_the_thread_is_about_to_end_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Note [Starting and ending without a lost operation]: the thread looks again after saying that it ends."""
-    monkeypatch.setattr(module, "_IDLE_TICKS", 1)
-    watchdog = Watchdog("w", interval=0.002)
-    ledger = _BusyAtTheLastMoment(watchdog)
-    watchdog.watch(ledger)
-    watchdog.wake()
-    assert ledger.stayed.wait(100), "the thread ended although an operation had come"
-    assert ledger.looks_after_ending >= 1
-    watchdog.stop()
-    assert ended(watchdog)
-
-
-def test_operations_submitted_while_threads_come_and_go_are_all_expired(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_IDLE_TICKS", 0)
-    watchdog, ledger = Watchdog("w", interval=0.0001), Ledger(name="some group", rank=0, size=1)
-    watchdog.watch(ledger)
-    told = [threading.Event() for _ in range(60)]
-    for event in told:
-        work = enter(ledger, timeout=0.0005)
-        work.add_done_callback(lambda work, event=event: event.set())  # type: ignore[misc]
-        if not watchdog.running:
-            watchdog.wake()
-        assert event.wait(100)
-    watchdog.stop()
-    assert ended(watchdog)

@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.timeouts import LONGEST
-from gradwire.groups.c10d.engine import GLOO, KNOWN, Engine, call, is_usual, one_size
+from gradwire.groups.c10d.engine import GLOO, KNOWN, C10dEngine, call, takes_tensors
 from gradwire.groups.c10d.python_work import adapt
 from gradwire.recorder.source import derived_id
 
@@ -67,7 +67,7 @@ _RECV_ANY = "recv_anysource"
 _NAMES = frozenset({_RECV_ANY}).union(*METHODS.values())
 
 
-def find_engine(pg: Any, device: torch.device) -> tuple[Any, Engine]:
+def find_engine(pg: Any, device: torch.device) -> tuple[Any, C10dEngine]:
     """The object to call for tensors on `device`, and what is known about it."""
     own = own_methods(pg)
     if own:
@@ -150,12 +150,12 @@ def _is_missing(pg: Any, method: Any) -> bool:
     return not any(step.opname.startswith("RETURN") for step in dis.get_instructions(code))
 
 
-def _engine_named(name: str) -> Engine:
+def _engine_named(name: str) -> C10dEngine:
     """The engine of that name. An unknown one is assumed to support what gloo does."""
-    return KNOWN.get(name) or Engine(name, GLOO.takes, call)
+    return KNOWN.get(name) or C10dEngine(name, GLOO.takes, call)
 
 
-def _engine_beneath(pg: Any, device: torch.device) -> Engine | None:
+def _engine_beneath(pg: Any, device: torch.device) -> C10dEngine | None:
     """The C++ engine of a group written in Python, if it has one for this device."""
     if not isinstance(pg, dist.ProcessGroup) or device.type not in {d.type for d in _devices_in_cpp(pg)}:
         return None
@@ -167,30 +167,33 @@ def _devices_in_cpp(pg: dist.ProcessGroup) -> list[torch.device]:
     return list(dist.ProcessGroup._device_types.__get__(pg))
 
 
-def _python_engine(pg: Any, own: Mapping[str, Callable[..., Any]], beneath: Engine | None) -> Engine:
+def _python_engine(pg: Any, own: Mapping[str, Callable[..., Any]], beneath: C10dEngine | None) -> C10dEngine:
     """See Note [What a group written in Python supports]."""
     kinds = {kind: next((name for name in names if name in own), None) for kind, names in METHODS.items()}
 
     def method_of(op: Collective) -> str | None:
+        """The method for `op`, unless it asks for more than every implementation can be expected to support."""
+        if op.reduce_op not in (None, ReduceOp.SUM) or not takes_tensors(op):
+            return None
         if op.kind is OpKind.RECV and op.peer is None:
             return _RECV_ANY if _RECV_ANY in own else None
         return kinds.get(op.kind)
 
     def takes(op: Collective) -> bool:
-        return (method_of(op) is not None and _asks_little(op)) or (beneath is not None and beneath.takes(op))
+        return method_of(op) is not None or (beneath is not None and beneath.takes(op))
 
     spelled = _Spelling(pg, {METHODS[kind][0]: name for kind, name in kinds.items() if name is not None})
 
     def submit(pg: Any, op: Collective, timeout: float) -> Any:
         method = method_of(op)
-        if method is None or not _asks_little(op):
+        if method is None:
             assert beneath is not None
             return beneath.call(pg, op, timeout)
         return adapt(call(spelled, op, timeout), op, f"{type(pg).__name__}.{method}", timeout)
 
     ordered = beneath is not None and beneath.stream_ordered
     may_block = not getattr(pg, "asynchronous", False)
-    return Engine(name_of(pg), takes, submit, stream_ordered=ordered, may_block=may_block)
+    return C10dEngine(name_of(pg), takes, submit, stream_ordered=ordered, may_block=may_block)
 
 
 class _Spelling:
@@ -206,26 +209,3 @@ class _Spelling:
         if actual.endswith("_coalesced"):
             return lambda whole, part, options: method([whole], [part], options)
         return method
-
-
-def _asks_little(op: Collective) -> bool:
-    """Whether every implementation of the kind can be expected to support this operation."""
-    kind = op.kind
-    if kind is OpKind.BARRIER:
-        return True
-    if not is_usual(op):
-        return False
-    if kind.reduces and op.reduce_op is not ReduceOp.SUM:
-        return False
-    if kind in (OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.REDUCE):
-        return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0]
-    if kind in (OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR):
-        # Parts of shape [2, 3] may form [4, 3] as well as [2, 2, 3]: only flat ones are unambiguous.
-        return len(op.inputs) == 1 and op.inputs[0].dim() == op.outputs[0].dim() == 1
-    if kind is OpKind.ALL_GATHER:
-        return one_size(op.outputs)
-    if kind is OpKind.REDUCE_SCATTER:
-        return one_size(op.inputs)
-    if kind is OpKind.ALL_TO_ALL_SINGLE:
-        return op.splits is None or all(op.splits)
-    return True

@@ -28,7 +28,7 @@ _TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class C10dEngine:
     """One kind of c10d backend."""
 
     name: str
@@ -46,96 +46,68 @@ class Engine:
         return lower(op, rank=rank, size=size, takes=self.takes)
 
 
-def is_usual(op: Collective) -> bool:
-    """Whether the tensors are plain and of dtypes that every engine moves."""
-    return _plain(op) and _movable(op)
+_IN_PLACE = frozenset({OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.REDUCE})
+_JOINED = frozenset({OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR})
+# Gloo's reduce may write into the tensors of ranks other than the root, and its reduce-scatter and all-to-all of lists are recent
+# and incomplete; they are composed of others.
+_BOTH = frozenset({
+    OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.ALL_TO_ALL_SINGLE, OpKind.GATHER,
+    OpKind.SCATTER, OpKind.SEND, OpKind.RECV, OpKind.BARRIER,
+})  # fmt: skip
+_NCCL = _BOTH | {OpKind.REDUCE, OpKind.REDUCE_SCATTER_TENSOR, OpKind.ALL_TO_ALL}
 
 
-def _movable(op: Collective) -> bool:
-    dtype = op.tensors[0].dtype if op.tensors else torch.uint8
-    return dtype in _FLOATS or dtype in _INTEGERS
+def takes_tensors(op: Collective, *, any_shape: bool = False) -> bool:
+    """Whether an engine that implements the kind takes these tensors: plain ones of the usual dtypes, one at a time.
 
-
-def one_size(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether all have the same number of elements."""
-    return len({t.numel() for t in tensors}) <= 1
-
-
-def _plain(op: Collective) -> bool:
-    return all(is_plain(t) for t in op.inputs) and (op.outputs is op.inputs or all(is_plain(t) for t in op.outputs))
+    Parts of shape [2, 3] may form [4, 3] as well as [2, 2, 3], so parts of one tensor must be flat unless it takes `any_shape`.
+    """
+    kind, ins, outs = op.kind, op.inputs, op.outputs
+    if kind in _IN_PLACE and (len(ins) != 1 or ins[0] is not outs[0]):
+        return False
+    if kind in _JOINED and (len(ins) != 1 or not (any_shape or ins[0].dim() == outs[0].dim() == 1)):
+        return False
+    if kind is OpKind.ALL_TO_ALL_SINGLE and op.splits is not None and not all(op.splits):
+        return False
+    if kind is OpKind.ALL_GATHER and len({t.numel() for t in outs}) > 1:
+        return False
+    if kind is OpKind.REDUCE_SCATTER and len({t.numel() for t in ins}) > 1:
+        return False
+    if op.tensors and op.tensors[0].dtype not in _FLOATS | _INTEGERS:
+        return False
+    return all(map(is_plain, ins)) and (outs is ins or all(map(is_plain, outs)))
 
 
 def _gloo_takes(op: Collective) -> bool:
-    kind = op.kind
-    if kind is OpKind.BARRIER:
-        return True
-    if len(op.inputs) > 1 and kind is OpKind.ALL_REDUCE:
-        return False  # before each of many tensors is looked at
-    if not _plain(op) or not (_movable(op) or kind.is_p2p):
+    if op.kind not in _BOTH or not takes_tensors(op):
         return False
-    if kind.is_p2p and op.device.type != "cpu":
-        return False  # it would pass a device pointer to the kernel's socket calls
-    if kind in (OpKind.ALL_REDUCE, OpKind.BROADCAST):
-        return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0] and (kind is OpKind.BROADCAST or _gloo_reduces(op))
-    if kind is OpKind.ALL_GATHER:
-        return one_size(op.outputs)
-    if kind is OpKind.ALL_GATHER_INTO_TENSOR:
-        # Gloo compares shapes, but parts of shape [2, 3] may form [4, 3] as well as [2, 2, 3]: only flat ones are unambiguous.
-        return len(op.inputs) == 1 and op.inputs[0].dim() == op.outputs[0].dim() == 1
-    if kind is OpKind.ALL_TO_ALL_SINGLE:
-        return op.splits is None or all(op.splits)
-    # Gloo's reduce may write into the tensors of ranks other than the root, and its reduce-scatter and all-to-all of lists are
-    # recent and incomplete; they are composed of others.
-    return kind in (OpKind.GATHER, OpKind.SCATTER, OpKind.SEND, OpKind.RECV)
-
-
-def _gloo_reduces(op: Collective) -> bool:
-    dtype, reduce_op = op.inputs[0].dtype, op.reduce_op
-    if reduce_op is ReduceOp.AVG:
+    if op.kind.is_p2p:
+        return op.device.type == "cpu"  # it would pass a device pointer to the kernel's socket calls
+    if op.kind is not OpKind.ALL_REDUCE:
+        return True
+    dtype = op.inputs[0].dtype
+    if op.reduce_op is ReduceOp.AVG:
         return _TORCH >= (2, 13) and dtype in (torch.float32, torch.float64)
-    return reduce_op in _ARITHMETIC or (dtype in _INTEGERS and reduce_op in _BITWISE)
+    return op.reduce_op in _ARITHMETIC or (dtype in _INTEGERS and op.reduce_op in _BITWISE)
 
 
 def _nccl_takes(op: Collective) -> bool:
-    kind = op.kind
-    if kind is OpKind.BARRIER:
-        return True
-    if not _plain(op) or not _movable(op):
+    if op.kind not in _NCCL or (op.kind is OpKind.RECV and op.peer is None):
         return False
-    if kind.reduces:
-        if op.reduce_op in _BITWISE or op.reduce_op is ReduceOp.PREMUL_SUM:
-            return False
-        in_place = kind not in (OpKind.ALL_REDUCE, OpKind.REDUCE) or op.inputs[0] is op.outputs[0]
-        return len(op.inputs) == 1 and in_place
-    if kind is OpKind.BROADCAST:
-        return len(op.inputs) == 1 and op.inputs[0] is op.outputs[0]
-    if kind is OpKind.ALL_GATHER:
-        return one_size(op.outputs)
-    if kind is OpKind.ALL_GATHER_INTO_TENSOR:
-        return len(op.inputs) == 1
-    if kind is OpKind.ALL_TO_ALL_SINGLE:
-        return op.splits is None or all(op.splits)
-    return kind in (OpKind.ALL_TO_ALL, OpKind.GATHER, OpKind.SCATTER, OpKind.SEND) or (
-        kind is OpKind.RECV and op.peer is not None
-    )
+    return op.reduce_op not in _BITWISE | {ReduceOp.PREMUL_SUM} and takes_tensors(op, any_shape=True)
 
 
 # -- calls ---------------------------------------------------------------------------------------------------------------
 
-_REDUCE_OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp if op is not ReduceOp.PREMUL_SUM}
-
-
-def _reduce_op(op: Collective) -> Any:
-    assert op.reduce_op is not None
-    if op.reduce_op is not ReduceOp.PREMUL_SUM:
-        return _REDUCE_OPS[op.reduce_op]
-    return c10d._make_nccl_premul_sum(op.factor)  # type: ignore[arg-type]
+_REDUCE_OPS: dict[ReduceOp, Any] = {
+    op: getattr(dist.ReduceOp, op.name) for op in ReduceOp if op is not ReduceOp.PREMUL_SUM
+}
 
 
 def _set(options: Any, op: Collective, timeout: timedelta) -> Any:
     options.timeout = timeout
-    if op.kind.reduces:
-        options.reduceOp = _reduce_op(op)
+    if op.reduce_op is not None:
+        options.reduceOp = _REDUCE_OPS[op.reduce_op]
     if op.root is not None:
         options.rootRank = op.root
     if op.kind is OpKind.BROADCAST:
@@ -200,11 +172,11 @@ _CALLS: dict[OpKind, Callable[[Any, Collective, list[Tensor], list[Tensor], time
 
 
 def _gloo_call(pg: Any, op: Collective, timeout: float) -> Any:
-    """`call`, with large operations in pieces: see `pieces`."""
+    """`call`, with large operations in pieces: see `chunked_exchange`."""
     return cut(pg, op, timeout, call) or call(pg, op, timeout)
 
 
-GLOO = Engine("gloo", _gloo_takes, _gloo_call)
-NCCL = Engine("nccl", _nccl_takes, call, stream_ordered=True)
-KNOWN: Mapping[str, Engine] = MappingProxyType({"gloo": GLOO, "nccl": NCCL})
+GLOO = C10dEngine("gloo", _gloo_takes, _gloo_call)
+NCCL = C10dEngine("nccl", _nccl_takes, call, stream_ordered=True)
+KNOWN: Mapping[str, C10dEngine] = MappingProxyType({"gloo": GLOO, "nccl": NCCL})
 """C++ engines by backend name."""

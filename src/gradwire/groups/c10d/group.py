@@ -34,14 +34,19 @@ from gradwire.groups.c10d.capabilities import (
     store_of,
     timeout_of,
 )
-from gradwire.groups.c10d.engine import Engine
-from gradwire.groups.c10d.failures import translate
+from gradwire.groups.c10d.engine import C10dEngine
 from gradwire.groups.c10d.gloo import ENGINE_MARGIN, make_gloo
 from gradwire.groups.c10d.nccl import make_nccl
-from gradwire.groups.c10d.p2p_threads import MessageThreads, PendingMessage
-from gradwire.groups.c10d.streams import SideStreams, mark
 from gradwire.groups.c10d.teardown import Teardown, destroy, quiesce
-from gradwire.groups.c10d.work import C10dWork, CompletionPoller, settle_finished, wait_slice
+from gradwire.groups.c10d.work import (
+    C10dWork,
+    CompletionPoller,
+    MessageThreads,
+    SideStreams,
+    mark,
+    settle_finished,
+    wait_slice,
+)
 from gradwire.groups.failure.membership import Membership
 from gradwire.groups.failure.monitor import Monitor
 from gradwire.groups.forked import finalize_here, leak_in_child
@@ -70,7 +75,7 @@ class C10dGroup(Group):
         )
         self.ledger.set_engines(engines_of(pg))
         self._given: Any = pg
-        self._backends: dict[str, tuple[Any, Engine]] = {}
+        self._backends: dict[str, tuple[Any, C10dEngine]] = {}
         self._store = store_of(pg) if store is None else store
         membership = None
         if store is not None:
@@ -80,7 +85,6 @@ class C10dGroup(Group):
         else:
             self.ledger.identify(identity_of(pg))
         self._monitor = Monitor(self, membership)
-        self._progress = self._monitor.progress
         self._lane = Worker(f"program-{self.name}-{self.rank}")
         self._poller = CompletionPoller(f"{self.name}-{self.rank}")
         self._messages = MessageThreads(f"{self.name}-{self.rank}")
@@ -145,8 +149,7 @@ class C10dGroup(Group):
             return work
         with self._order:
             work = self.begin(op, C10dWork)
-            self._progress.joined += 1
-            work.place = self._progress.joined
+            work.place = self._monitor.join()
             if self.size == 1 and is_identity(op):
                 work.finish()  # nothing to do, and some engines would make a pass over the data
                 return work
@@ -159,7 +162,7 @@ class C10dGroup(Group):
                 self._lane.put(lambda: self._run_program(work, backend, engine, ready))
         return work
 
-    def _start(self, work: C10dWork, op: Collective, backend: Any, engine: Engine) -> None:
+    def _start(self, work: C10dWork, op: Collective, backend: Any, engine: C10dEngine) -> None:
         """Run an operation that is one call of the engine."""
         work.ledger.started(work, time.perf_counter())
         try:
@@ -170,7 +173,7 @@ class C10dGroup(Group):
             return
         work.watch(native, lambda error: self._broken(work, error, engine), self._poller)
 
-    def _run_program(self, work: C10dWork, backend: Any, engine: Engine, ready: torch.cuda.Event | None) -> None:
+    def _run_program(self, work: C10dWork, backend: Any, engine: C10dEngine, ready: torch.cuda.Event | None) -> None:
         """On the lane: run one step after another, waiting for each."""
         work.ledger.started(work, time.perf_counter())
         program = engine.program(work.op, rank=self.rank, size=self.size)
@@ -191,7 +194,7 @@ class C10dGroup(Group):
         finally:
             program.close()
 
-    def _run_through(self, work: C10dWork, backend: Any, engine: Engine) -> None:
+    def _run_through(self, work: C10dWork, backend: Any, engine: C10dEngine) -> None:
         """Stream-ordered engines: enqueue everything now; the poller detects when the device is done."""
         work.ledger.started(work, time.perf_counter())
         try:
@@ -203,7 +206,7 @@ class C10dGroup(Group):
             return
         work.watch_stream(self._poller)
 
-    def _start_p2p(self, work: C10dWork, backend: Any, engine: Engine) -> None:
+    def _start_p2p(self, work: C10dWork, backend: Any, engine: C10dEngine) -> None:
         """Sends and receives do not queue behind anything: see Note [Threads for messages]."""
         work.ledger.started(work, time.perf_counter())
         program = engine.program(work.op, rank=self.rank, size=self.size)
@@ -233,9 +236,7 @@ class C10dGroup(Group):
                 if not work.is_completed():
                     self._broken(work, error, engine)
 
-        message = PendingMessage(native, finish)
-        work.on_block = lambda: self._messages.hurry(message)
-        self._messages.put(message)
+        self._messages.start(native, finish)
 
     def orders_streams(self, device: torch.device) -> bool:
         """As the engine for that device."""
@@ -243,7 +244,7 @@ class C10dGroup(Group):
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
-    def _broken(self, work: C10dWork, error: BaseException, engine: Engine) -> None:
+    def _broken(self, work: C10dWork, error: BaseException, engine: C10dEngine) -> None:
         """The engine failed: fail the operation and the group, whose ranks are no longer in step."""
         if isinstance(error, UsageError):
             work.fail(error)
@@ -251,7 +252,7 @@ class C10dGroup(Group):
         if isinstance(self.failure, PeerLost) or work.is_completed():
             work.fail(self.failure or error)
             return
-        translated = translate(error, work, engine.name, self._monitor.membership)
+        translated = self._monitor.translate(error, work, engine.name)
         work.fail(translated)
         if isinstance(translated, GroupError):
             self.fail(translated)
@@ -306,7 +307,7 @@ class C10dGroup(Group):
 
     # -- members and life ----------------------------------------------------------------------------------------------
 
-    def _backend(self, device: torch.device) -> tuple[Any, Engine]:
+    def _backend(self, device: torch.device) -> tuple[Any, C10dEngine]:
         """The backend for this device, and its engine."""
         known = self._backends.get(device.type)
         if known is None:

@@ -28,10 +28,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from gradwire.groups.c10d.engine import Engine
-from gradwire.groups.c10d.p2p_threads import MessageThreads
+from gradwire.groups.c10d.engine import C10dEngine
 from gradwire.groups.c10d.python_work import PythonOutcome
-from gradwire.groups.c10d.work import C10dWork, CompletionPoller
+from gradwire.groups.c10d.work import C10dWork, CompletionPoller, MessageThreads
 from gradwire.groups.ledger import Ledger
 from gradwire.runtime.threads import Worker
 
@@ -100,7 +99,7 @@ class Teardown:
     lane: Worker
     poller: CompletionPoller
     messages: MessageThreads
-    backends: dict[str, tuple[Any, Engine]]
+    backends: dict[str, tuple[Any, C10dEngine]]
     owned: list[Any]
 
     def __call__(self, abort: bool) -> None:

@@ -4,13 +4,25 @@ Note [Who detects that the engine is done]
 The caller, if it waits: it waits inside the engine and settles the Work itself, so a synchronous operation wakes no other
 thread. The poller's thread, if something must be called promptly: a future, a done-callback, a completion hook, a listener.
 Otherwise the watchdog's tick, which is soon enough for a Work that was dropped.
+
+Note [CUDA tensors over a host engine]
+Gloo takes CUDA tensors and works on the host: it reads them in the order of the calling thread's current stream, and the result is
+ordered before later work on the waiting thread's current stream. But the current stream is thread-local: the lane and the poller
+do not see the stream on which a gradient was computed, nor the one on which it will be read. So they use `SideStreams`: a separate
+stream that waits for what the submitter had enqueued. They synchronize it, so the result of a finished Work is visible to every
+stream.
+
+Note [Threads for messages]
+Messages with different peers and tags finish in any order, gloo's Work of a message can only be waited on, and a wait that times
+out closes all connections of the engine. So each message is waited for once, up to its deadline, by a thread of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -18,12 +30,42 @@ import torch
 
 from gradwire.collectives import Collective
 from gradwire.events import is_kept
-from gradwire.groups.c10d.streams import SideStreams
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
 from gradwire.runtime.threads import Worker
 
 _SLICE = 0.1
+
+
+class SideStreams:
+    """One side stream per CUDA device. See Note [CUDA tensors over a host engine]."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """Run the block on that stream after `after`, then synchronize it. No effect on the CPU."""
+        if device.type != "cuda":
+            yield
+            return
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        side = self._streams[device]
+        with torch.cuda.device(device), torch.cuda.stream(side):
+            if after is not None:
+                side.wait_event(after)
+            yield
+            side.synchronize()
+
+
+def mark(device: torch.device) -> torch.cuda.Event | None:
+    """An event recorded on the current stream of a CUDA device; None for other devices."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def wait_slice(native: Any, limit: float = _SLICE) -> bool:
@@ -55,8 +97,6 @@ class C10dWork(Work):
         self.left_in_engine = False  # whether the engine was still busy with it when it failed here
         self.native: Any = None
         """c10d's Work, while the engine is busy with this one."""
-        self.on_block: Callable[[], None] | None = None
-        """Called before a caller waits."""
         self._event: torch.cuda.Event | None = None
         self._on_error: Callable[[BaseException], None] = _ignore
         self._poller: CompletionPoller | None = None
@@ -87,7 +127,6 @@ class C10dWork(Work):
         if native is not None and not native.is_completed() and self._poller is not None:
             self.left_in_engine = True
             self._poller.abandon(native)
-        self.on_block = None
         self._on_error = _ignore  # it references the group and this Work: a cycle that would keep the tensors alive
         return settled
 
@@ -144,8 +183,6 @@ class C10dWork(Work):
             torch.cuda.current_stream(self.op.device).wait_event(self._event)
             return True
         deadline = time.perf_counter() + limit
-        if (before := self.on_block) is not None:
-            before()
         while self.native is not None and not self.stopping and (left := deadline - time.perf_counter()) > 0:
             if self.poll(min(left, _SLICE)):
                 break
@@ -220,3 +257,34 @@ class CompletionPoller:
         deadline = time.perf_counter() + timeout
         while self._inside and time.perf_counter() < deadline:
             time.sleep(0.005)
+
+
+class MessageThreads:
+    """See Note [Threads for messages]."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._running: dict[threading.Thread, Any] = {}
+
+    def start(self, native: Any, finish: Callable[[], None]) -> None:
+        """Call `finish`, which waits for the engine's `native`, on a thread."""
+
+        def run() -> None:
+            finish()
+            self._running.pop(threading.current_thread(), None)
+
+        thread = threading.Thread(target=run, name=f"gradwire-messages-{self._name}", daemon=True)
+        self._running[thread] = native
+        thread.start()
+
+    def natives(self) -> list[Any]:
+        """c10d's Works that threads are waiting for in the engine."""
+        return list(self._running.values())
+
+    def stop(self, timeout: float) -> bool:
+        """Wait until the threads have left the engine. Whether they have."""
+        deadline = time.monotonic() + timeout
+        threads = [thread for thread in list(self._running) if thread is not threading.current_thread()]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)

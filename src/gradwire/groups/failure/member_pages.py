@@ -15,7 +15,7 @@ from gradwire.runtime.host import host_identity, is_dead
 
 
 @dataclass(slots=True)
-class Member:
+class MemberPage:
     """One rank's page."""
 
     host: str = ""
@@ -31,7 +31,7 @@ class Member:
 class Peers:
     """The other ranks, by their pages as last read."""
 
-    members: dict[int, Member]
+    members: dict[int, MemberPage]
     number: int = 0
     before: int = -1
     """Pages that ranks wrote when they had joined at most this many collectives may be about an earlier group."""
@@ -40,11 +40,11 @@ class Peers:
     @classmethod
     def of(cls, rank: int, size: int, *, number: int = 0, before: int = -1) -> Peers:
         """The peers of `rank`, before any page was read."""
-        return cls({r: Member() for r in range(size) if r != rank}, number, before)
+        return cls({r: MemberPage() for r in range(size) if r != rank}, number, before)
 
     def in_next_epoch(self) -> Peers:
         """The same processes, none of which has joined a collective yet."""
-        members = {rank: Member(m.host, m.pid, m.start, number=self.number) for rank, m in self.members.items()}
+        members = {rank: MemberPage(m.host, m.pid, m.start, number=self.number) for rank, m in self.members.items()}
         return Peers(members, self.number, here=self.here)
 
     def joined(self, place: int) -> tuple[int, ...] | None:
@@ -72,7 +72,7 @@ class Peers:
         """One of them, if all have left."""
         return max(self.members) if self.members and all(map(self._has_left, self.members.values())) else None
 
-    def _has_left(self, member: Member) -> bool:
+    def _has_left(self, member: MemberPage) -> bool:
         return bool(member.left) and self.is_current(member.number, member.joined)
 
     def is_current(self, number: int, joined: int) -> bool:
@@ -93,7 +93,7 @@ class Epoch:
     seen: int = -1
     """How often pages had changed when they were last read."""
 
-    def write(self, store: Any, rank: int, page: Member) -> None:
+    def write(self, store: Any, rank: int, page: MemberPage) -> None:
         """Write this rank's page if it has changed, and a failure that is not reported yet."""
         if self.unreported is not None:
             self._put(store, "lost", self.unreported)
@@ -119,7 +119,7 @@ class Epoch:
             keys = [f"{self.prefix}/{r}" for r in others]
         pages = store.multi_get(keys) if keys and store.has_extended_api() else [store.get(key) for key in keys]
         for r, page in zip(others, pages, strict=True):
-            self.peers.members[r] = Member(**json.loads(page))
+            self.peers.members[r] = MemberPage(**json.loads(page))
         if self.failure_record is None and (lost := self._lost(store)) is not None:
             rank, reason, number, joined = lost
             if self.peers.is_current(number, joined):

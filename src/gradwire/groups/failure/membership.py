@@ -2,7 +2,7 @@
 
 Engines report little: gloo's "connection closed by peer" names no rank, and neither does a timeout. So every rank writes a page
 into the store: its host and process, how many collectives it has joined, and how it left. It reads the others' pages when an
-operation has been in flight for a while. `pages.py` has the pages.
+operation has been in flight for a while. `member_pages.py` has the pages.
 
 Note [Dead, or only silent]
 A rank counts as dead only on proof: its process, on this host, is gone or a zombie, or it wrote that it left, or another rank wrote
@@ -35,7 +35,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import sys
 import threading
 import time
 import weakref
@@ -46,8 +45,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
 
-from gradwire.errors import UNEVEN, ClosedError
-from gradwire.groups.failure.member_pages import Epoch, Member, Peers
+from gradwire.errors import ClosedError
+from gradwire.groups.failure.member_pages import Epoch, MemberPage, Peers
 from gradwire.groups.failure.store_calls import StoreCalls, bounded, innermost
 from gradwire.groups.store.private_store import PrivateStore
 from gradwire.groups.store.rendezvous import MemberProcess, Rendezvous
@@ -59,7 +58,6 @@ _REPORTED_WITHIN = 1.0
 """Seconds by which a store that does not answer may delay a failure."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _LONGEST_QUIET_PAUSE = 1.0
-"""Shorter than the time for which the watchdog keeps ticking after the last operation."""
 
 
 class _PartOfStore(PrefixStore):
@@ -70,13 +68,7 @@ class _PartOfStore(PrefixStore):
         self.connection = PrefixStore(prefix, connection)
 
 
-class Progress:
-    """Counts the collectives that this rank has joined."""
-
-    joined = 0
-
-
-class Membership(Progress):
+class Membership:
     """One rank's page in the store, and its view of the others' pages."""
 
     def __init__(
@@ -89,7 +81,8 @@ class Membership(Progress):
         """
         self.rank = rank
         self.size = size
-        self.joined = 0 if resumes is None else resumes.joined
+        self.joined: int = 0 if resumes is None else resumes.joined
+        """How many collectives this rank has joined."""
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         """The groups that share it. One that is garbage-collected without being closed no longer counts."""
         self._left = ""
@@ -153,7 +146,9 @@ class Membership(Progress):
         for rank, member in self.peers.members.items():
             if not member.pid and rank in processes:
                 process = processes[rank]
-                self.peers.members[rank] = Member(process.host, process.pid, process.start, number=self.peers.number)
+                self.peers.members[rank] = MemberPage(
+                    process.host, process.pid, process.start, number=self.peers.number
+                )
 
     @property
     def failure_record(self) -> tuple[int | None, str] | None:
@@ -255,7 +250,9 @@ class Membership(Progress):
     def _write(self) -> None:
         store, epoch = self._connection, self._epoch
         if store is not None:
-            epoch.write(store, self.rank, Member(epoch.peers.here, os.getpid(), self._start, self.joined, self._left))
+            epoch.write(
+                store, self.rank, MemberPage(epoch.peers.here, os.getpid(), self._start, self.joined, self._left)
+            )
 
     def _read(self) -> None:
         store = self._connection
@@ -291,24 +288,3 @@ def _connection(store: Any) -> Any:
 _LOCK = threading.Lock()
 _OF_PROCESS_GROUP: weakref.WeakKeyDictionary[Any, Membership] = weakref.WeakKeyDictionary()
 """See Note [One membership per process group]."""
-
-
-def find_culprit(membership: Membership, joined: int, patience: float = 1.0) -> tuple[int | None, str]:
-    """(rank, reason) for a broken connection; searches for at most `patience` seconds."""
-    deadline = time.monotonic() + patience
-    while True:
-        membership.refresh(max(0.1, deadline - time.monotonic()))
-        dead = membership.peers.dead()
-        if dead is not None:
-            return dead, f"rank {dead} (process {membership.peers.members[dead].pid}) has died"
-        if membership.failure_record is not None:
-            return membership.failure_record
-        over = time.monotonic() >= deadline or membership.store_lost
-        # A rank that gave up on this operation has joined it; so has one that finished it and left, which is not the culprit.
-        gone = membership.peers.left_before(sys.maxsize if over else joined)
-        if gone is not None:
-            how = membership.peers.members[gone].left
-            return gone, f"rank {gone} has left ({how})" + (f". {UNEVEN}" if how == "closed" else "")
-        if over:
-            return None, "a peer has died or closed its connections; which one is not known"
-        time.sleep(0.02)

@@ -6,6 +6,8 @@ joined an operation. It is for groups whose engine cannot do so itself. Without 
 
 from __future__ import annotations
 
+import re
+import sys
 import time
 import weakref
 from collections.abc import Sequence
@@ -14,9 +16,9 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import OpKind
-from gradwire.errors import UNEVEN, CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from gradwire.errors import UNEVEN, CollectiveTimeout, GradwireError, GroupAborted, GroupError, PeerLost
 from gradwire.groups.base import Group
-from gradwire.groups.failure.membership import Membership, Progress
+from gradwire.groups.failure.membership import Membership
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.work import Work
 
@@ -24,17 +26,33 @@ _SLOW = 0.3
 """An operation that is in flight for so many seconds is a reason to check the peers."""
 
 
+# c10d's errors are told apart by their messages.
+_TIMED_OUT = re.compile(r"timed? ?out waiting|operation timed out|watchdog.*timeout|connect timeout", re.IGNORECASE)
+_PEER_GONE = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|closed by peer|reset by peer|broken pipe|socket (closed|error)|"
+    r"pair closure|remote process|nccl.*(remote|system) error|connection.*lost",
+    re.IGNORECASE,
+)
+
+
 class Monitor:
     """The failure detector of one group on one rank. Does not keep the group alive."""
 
     def __init__(self, group: Group, membership: Membership | None) -> None:
         self.membership = membership
-        self.progress: Progress = Progress() if membership is None else membership
-        """Counts the collectives that this rank has joined: the group increments it."""
+        self._joined = 0
         self._group = weakref.ref(group)
         self._ledger = group.ledger
         if membership is not None:
             self._ledger.identify(next(membership.group_ids))
+
+    def join(self, collectives: int = 1) -> int:
+        """Count `collectives` that this rank joins, and return how many it has joined by then."""
+        if self.membership is None:
+            self._joined += collectives
+            return self._joined
+        self.membership.joined += collectives
+        return self.membership.joined
 
     def tick(self) -> None:
         """On the watchdog's thread: publish this rank's progress, and look for failed peers if an operation is slow."""
@@ -90,13 +108,44 @@ class Monitor:
             reason = error.reason if isinstance(error, GroupAborted) else str(error)
             self.membership.record_failure(None, f"rank {mine} aborted: {reason}")
 
+    def translate(self, error: BaseException, work: Work, engine: str) -> BaseException:
+        """The gradwire error for what `engine` raised during `work`, with the original as its cause."""
+        if isinstance(error, GradwireError) and not isinstance(error, CollectiveTimeout):
+            return error
+        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where, op = self._ledger.where(work), work.op.signature
+        translated: GroupError
+        if isinstance(
+            error, CollectiveTimeout
+        ):  # of a gradwire group behind torch's API, which has another label for it
+            text = f"{where}: {engine} timed out: {error}"
+            translated = CollectiveTimeout(text, op=op, joined=error.joined, missing=error.missing)
+        elif _PEER_GONE.search(text):
+            rank, why = None, "a peer is gone"
+            if self.membership is not None:
+                rank, why = find_culprit(self.membership, self.membership.joined)
+            text = (
+                f"{where}: {why}. Look at that rank's output for the cause; make a new group. Error of {engine}: {text}"
+            )
+            translated = PeerLost(text, rank=rank, op=op)
+        elif _TIMED_OUT.search(text):
+            known = self._ledger.timed_out(work, work.timeout)
+            text = f"{known} Error of {engine}: {text}"
+            translated = CollectiveTimeout(text, op=op, joined=known.joined, missing=known.missing)
+        else:
+            translated = GroupError(f"{where}: {engine} failed: {text}")
+        # The frames of a traceback hold the engine's Work, and with it the engine's connections.
+        error.__context__ = None
+        translated.__cause__ = error.with_traceback(None)
+        return translated
+
     def recover(self, timeout: float, *, stuck: int = 0) -> tuple[str, bool]:
         """Meet all ranks after a failure: (a new prefix in the store, whether the engine may be kept).
 
         It may if all ranks have joined the same number of collectives and none has one that is `stuck` in its engine.
         """
         if self.membership is None:
-            self.progress.joined = 0
+            self._joined = 0
             return "", True
         try:
             return self.membership.start_over(stuck, timeout)
@@ -124,3 +173,24 @@ class Monitor:
         if self.membership is not None:
             how = "closed" if failure is None else f"failed: {type(failure).__name__}"
             self.membership.leave(how, self._group())
+
+
+def find_culprit(membership: Membership, joined: int, patience: float = 1.0) -> tuple[int | None, str]:
+    """(rank, reason) for a broken connection; searches for at most `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        membership.refresh(max(0.1, deadline - time.monotonic()))
+        dead = membership.peers.dead()
+        if dead is not None:
+            return dead, f"rank {dead} (process {membership.peers.members[dead].pid}) has died"
+        if membership.failure_record is not None:
+            return membership.failure_record
+        over = time.monotonic() >= deadline or membership.store_lost
+        # A rank that gave up on this operation has joined it; so has one that finished it and left, which is not the culprit.
+        gone = membership.peers.left_before(sys.maxsize if over else joined)
+        if gone is not None:
+            how = membership.peers.members[gone].left
+            return gone, f"rank {gone} has left ({how})" + (f". {UNEVEN}" if how == "closed" else "")
+        if over:
+            return None, "a peer has died or closed its connections; which one is not known"
+        time.sleep(0.02)

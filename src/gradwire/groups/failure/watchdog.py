@@ -3,12 +3,7 @@
 Note [A ticking thread instead of a timer per operation]
 A timer per operation, or a condition notified by each submit, would wake a second thread for every operation and pass the
 interpreter lock back and forth, which costs more than a small operation. Instead, the watchdog checks what is in flight every
-`interval` seconds, and submit only tests a flag. When nothing has been in flight for a while its thread ends; the next submit
-starts another. Waiters do not depend on it: they enforce the deadline themselves.
-
-Note [Starting and ending without a lost operation]
-The thread first sets `running = False` and then checks what is in flight; a submit first registers its operation and then
-checks `running`. Whichever is later sees the other, so an operation is always watched.
+`interval` seconds, and submit only tests a flag. Waiters do not depend on it: they enforce the deadline themselves.
 """
 
 from __future__ import annotations
@@ -18,8 +13,6 @@ import time
 from collections.abc import Callable
 
 from gradwire.groups.ledger import Ledger
-
-_IDLE_TICKS = 20
 
 
 class Watchdog:
@@ -50,24 +43,9 @@ class Watchdog:
                 self._thread = threading.Thread(target=self._run, name=f"gradwire-watchdog-{self.name}", daemon=True)
                 self._thread.start()
 
-    def _busy(self) -> bool:
-        return any(ledger.pending for ledger in self._ledgers)
-
     def _run(self) -> None:
-        idle = 0
         while not self._stopping.wait(self.interval):
             self.tick(time.perf_counter())
-            idle = 0 if self._busy() else idle + 1
-            if idle < _IDLE_TICKS:
-                continue
-            self.running = False
-            if not self._busy():
-                return
-            with self._lock:
-                if self.running:
-                    return
-                self.running = True
-            idle = 0
 
     def tick(self, now: float) -> None:
         """Fail what is overdue at `now`, then run the owners' own checks."""

@@ -109,7 +109,6 @@ class HierarchicalGroup(Group):
         for part in parts.members:
             self.ledger.collect_hook_errors_of(part.ledger)
         self._monitor = Monitor(self, None if store is None else Membership.over(store, self.rank, self.size))
-        self._progress = self._monitor.progress
         self._meetings: list[Callable[[float], object]] = []
         """The meetings of an unfinished recovery that are left."""
         self._lane = Worker(f"program-{self.name}-{self.rank}")
@@ -197,8 +196,7 @@ class HierarchicalGroup(Group):
             torch.cuda.current_stream(op.device).synchronize()
         work = self.begin(op, HierarchicalWork)
         # Some ranks may not take part in an operation of one scope, so only those in which all do are counted.
-        self._progress.joined += op.scope is Scope.WORLD
-        work.place = self._progress.joined
+        work.place = self._monitor.join(op.scope is Scope.WORLD)
         work.add_done_callback(self._over)
         return work
 

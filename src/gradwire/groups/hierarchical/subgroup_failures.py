@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
-from gradwire.groups.failure.membership import Membership, find_culprit
+from gradwire.groups.failure.membership import Membership
+from gradwire.groups.failure.monitor import find_culprit
 from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.work import Work
 

@@ -28,9 +28,8 @@ from gradwire.errors import (
 from gradwire.groups import C10dGroup, Group, ThreadGroup
 from gradwire.groups.c10d.capabilities import find_engine
 from gradwire.groups.c10d.engine import GLOO, NCCL
-from gradwire.groups.c10d.failures import translate
-from gradwire.groups.c10d.p2p_threads import LIMIT
-from gradwire.groups.failure.membership import Membership, find_culprit
+from gradwire.groups.failure.membership import Membership
+from gradwire.groups.failure.monitor import Monitor, find_culprit
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
 from gradwire.runtime.host import host_identity, process_start
@@ -52,7 +51,7 @@ TAKEN = [
     (build.all_gather([torch.ones(3), torch.ones(2)], torch.ones(3)), False),
     (build.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3)), True),
     (build.all_to_all_single(torch.ones(2), torch.ones(2), output_split_sizes=[1, 1]), False),
-    (build.send(torch.ones(3, dtype=torch.float8_e5m2), dst=1), True),
+    (build.send(torch.ones(3, dtype=torch.float8_e5m2), dst=1), False),
     (build.barrier(), True),
 ]
 
@@ -78,6 +77,11 @@ def test_an_unknown_engine_is_asked_for_no_more_than_gloo():
     assert not engine.takes(odd)
 
 
+def translate(error: Exception, work: Work) -> BaseException:
+    with ThreadGroup.world(1)[0] as group:
+        return Monitor(group, None).translate(error, work, "gloo")
+
+
 SAID = [
     ("[pair.cc:553] Connection closed by peer [127.0.0.1]:1445. GLHF!", PeerLost),
     ("Application timeout caused pair closure", PeerLost),
@@ -90,7 +94,7 @@ SAID = [
 @pytest.mark.parametrize(("said", "kind"), SAID, ids=[s for s, _ in SAID])
 def test_engines_errors_are_translated(said, kind):
     original = RuntimeError(said)
-    error = translate(original, work_of(build.all_reduce(torch.ones(2), label="doomed")), "gloo", None)
+    error = translate(original, work_of(build.all_reduce(torch.ones(2), label="doomed")))
     assert type(error) is kind
     assert error.__cause__ is original
     assert "label='doomed'" in str(error)
@@ -99,7 +103,7 @@ def test_engines_errors_are_translated(said, kind):
 
 def test_our_own_errors_pass_untouched():
     error = GradwireError("as it is")
-    assert translate(error, work_of(), "gloo", None) is error
+    assert translate(error, work_of()) is error
 
 
 # -- membership ---------------------------------------------------------------------------------------------------------
@@ -273,13 +277,12 @@ def test_a_lost_peer_cannot_be_recovered():
     assert run_ranks(_lost_is_lost, 2, kind="gloo") == ["rank 9 is lost"] * 2
 
 
-def _many_messages(group: Group) -> int:
-    other, before = 1 - group.rank, threading.active_count()
+def _many_messages(group: Group) -> None:
+    other = 1 - group.rank
     places = [torch.zeros(1) for _ in range(200)]
     receives = [group.recv(t, src=other, tag=tag, async_op=True) for tag, t in enumerate(places)]
-    threads = threading.active_count() - before
     group.send(torch.ones(1), dst=other, tag=199)
-    receives[199].wait(60)  # for which no thread was waiting
+    receives[199].wait(60)
     assert places[199].item() == 1
     assert not receives[0].is_completed()
     group.barrier()
@@ -288,11 +291,10 @@ def _many_messages(group: Group) -> int:
     for receive in receives:
         receive.wait(60)
     assert all(place.item() == 1 for place in places)
-    return threads
 
 
-def test_messages_share_a_few_threads() -> None:
-    assert all(threads <= LIMIT + 1 for threads in run_ranks(_many_messages, 2, kind="gloo"))  # and the watchdog's
+def test_many_messages_finish_in_any_order() -> None:
+    run_ranks(_many_messages, 2, kind="gloo")
 
 
 def test_a_process_groups_own_time_out_is_kept() -> None:
