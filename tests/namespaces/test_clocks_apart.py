@@ -93,8 +93,9 @@ def test_nothing_is_received_before_it_was_sent(tmp_path, warm_python):
     for ring, offset in zip(rings, offsets, strict=True):
         for one in operations(ring.records):
             assert one.ended is not None
-            pair = (one.rank, one.peer) if one.op == "send" else (one.peer, one.rank) if one.op == "recv" else ()
-            key = one.group, pair, one.message if pair else (one.op, one.ordinal)
+            its = one.record
+            pair = (its.rank, its.peer) if its.op == "send" else (its.peer, its.rank) if its.op == "recv" else ()
+            key = its.group, pair, its.message if pair else (its.op, its.ordinal)
             ends.setdefault(key, []).append((one.submitted + offset, one.ended + offset))
     assert len([key for key in ends if key[1]]) >= 20  # type: ignore[index]
     for key, both in ends.items():

@@ -20,7 +20,7 @@ from gradwire.errors import UsageError
 from gradwire.observe.hangs.gradient_questions import SUBJECT, SUFFIX, GradientAnswers
 from gradwire.observe.hangs.hang_watch import report_for_error
 from gradwire.observe.hangs.stacks import StackFile, can_write_stacks, libraries
-from gradwire.observe.rings.ring import RingFile
+from gradwire.observe.rings.ring import RingFile, state_of_writer
 from gradwire.recorder import writer
 from gradwire.recorder.format import HEADER, PAGE, RecordKind
 from gradwire.recorder.writer import FlightRecorder, Member
@@ -199,7 +199,10 @@ def _check_not_in_use(path: Path) -> None:
     try:
         with RingFile(path) as ring:
             pid, rank = int(ring.header["pid"]), ring.header["rank"]
-            in_use = pid != os.getpid() and ring.state() not in (ProcessState.GONE, ProcessState.UNKNOWN)
+            in_use = pid != os.getpid() and state_of_writer(ring.header) not in (
+                ProcessState.GONE,
+                ProcessState.UNKNOWN,
+            )
     except (OSError, UsageError):
         return
     if in_use:

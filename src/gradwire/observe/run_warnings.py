@@ -58,18 +58,12 @@ def warning_records(ring: Ring) -> list[Record]:
     """The warnings of a rank, oldest first: those in its ring, and its first ones, which outlive their records."""
     recorded = list(ring.of_kind(RecordKind.WARNING))
     known = {(record.label, record.step) for record in recorded}
-    found = [_as_record(facts) for facts in ring.descriptions.get("warning", [])]
-    lost = [record for record in found if record is not None and (record.label, record.step) not in known]
+    lost = [
+        Record(-1, facts["time"], RecordKind.WARNING, "", 0, 0, "", facts["text"], 0, 0, 0, 0, facts["step"], -1)
+        for facts in ring.descriptions.get("warning", [])
+        if (facts["text"], facts["step"]) not in known
+    ]
     return sorted([*lost, *recorded], key=lambda record: record.time)
-
-
-def _as_record(facts: Mapping[str, Any]) -> Record | None:
-    """A warning as `FlightRecorder.warn` has described it; None if it is damaged."""
-    try:
-        text, step, time = str(facts["text"]), int(facts["step"]), int(facts["time"])
-    except (KeyError, TypeError, ValueError):
-        return None
-    return Record(-1, time, RecordKind.WARNING, "", 0, 0, "", text, 0, 0, 0, 0, step, -1)
 
 
 def merge_warnings(ranks: Iterable[RankWarnings]) -> list[RunWarning]:

@@ -1,4 +1,4 @@
-"""Whatever the bytes of a recorder's files are: no command fails, and a file that cannot be read is named."""
+"""Files of a recorder that are cut, or whose header is damaged: no command fails, and a file that cannot be read is named."""
 
 from __future__ import annotations
 
@@ -43,15 +43,13 @@ def run(whole, tmp_path):
 
 
 def damaged(data: bytes, rng: random.Random, name: str) -> bytes:
-    """Bytes that are cut, or with bits flipped, bytes replaced, or a piece moved; of a ring, often in its header."""
+    """Bytes that are cut; or the header of a ring with bits flipped, bytes replaced, or a piece moved."""
     found = bytearray(data)
     how = rng.randrange(4)
-    header = name.endswith(".ring") and rng.random() < 0.5
-    size = 700 if header else len(found)
-    if how == 0 and not header:
+    if how == 0 or name.endswith(".names"):
         return bytes(found[: rng.randrange(len(found))])
     for _ in range(rng.choice((1, 1, 3, 20))):
-        at = rng.randrange(size)
+        at = rng.randrange(700)
         if how == 1:
             found[at] ^= 1 << rng.randrange(8)
         elif how == 2:

@@ -141,12 +141,6 @@ def test_what_is_kept_and_in_the_ring_is_one_warning(recorded):
     assert observe.read_rings(recorded)[0].descriptions["warning"][0]["text"] == "NaN"
 
 
-def test_a_damaged_description_is_left_out(ring):
-    damaged = [{"text": "no step"}, {"text": "x", "step": "y", "time": 1}, {"text": "whole", "step": 2, "time": 5}]
-    one = replace(ring(0), descriptions={"warning": damaged})
-    assert [warning.text for warning in observe.read_warnings([one])] == ["whole"]
-
-
 def test_those_that_differ_in_the_step_alone_are_folded(ring, record):
     steps = [record(K.WARNING, 100 + step, label=f"in step {step}: NaN", step=step) for step in (3, 4, 5, 9)]
     others = [record(K.WARNING, 104, label="in step 4: infinite", step=4), record(K.WARNING, 300, label="slow")]

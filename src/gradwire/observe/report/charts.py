@@ -7,12 +7,14 @@ Colors are classes of the page's style sheet, so that they follow light and dark
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import NamedTuple, TypeVar
 
-from gradwire.observe.report.report_model import PHASES, StepRow, Timeline, TimelineRow
+from gradwire.observe.report.report_model import PHASES, StepRow, Timeline
 from gradwire.observe.rings.intervals import Operation
 from gradwire.observe.stragglers.steps import Phase
 from gradwire.observe.units import duration, size
@@ -23,8 +25,7 @@ _LEVELS = 8
 _LANE = 14
 
 
-@dataclass(frozen=True, slots=True)
-class Rect:
+class Rect(NamedTuple):
     """A rectangle; `title` is shown when the pointer is on it."""
 
     x: float
@@ -35,8 +36,7 @@ class Rect:
     title: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Label:
+class Label(NamedTuple):
     """A text that begins, ends or is centered at x."""
 
     x: float
@@ -46,8 +46,7 @@ class Label:
     style: str = "label"
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
+class Path(NamedTuple):
     """Lines or areas, in SVG's notation."""
 
     d: str
@@ -66,36 +65,25 @@ class Chart:
     width: float = WIDTH
 
 
+_T = TypeVar("_T")
+
+
+def _parts(rows: Sequence[_T], most: int) -> tuple[list[Sequence[_T]], int]:
+    """At most `most` parts of `rows`, and the length of each."""
+    length = math.ceil(len(rows) / most)
+    return [rows[start : start + length] for start in range(0, len(rows), length)], length
+
+
 def bin_steps(rows: Sequence[StepRow], most: int) -> tuple[list[StepRow], int]:
     """At most `most` rows, and how many steps each stands for.
 
     >>> bin_steps([StepRow(0, 1.0, 2.0, 3.0), StepRow(1, 1.0, 4.0, 9.0), StepRow(2, 1.0, 1.0, 1.0)], 2)
     ([StepRow(step=0, low=1.0, middle=3.0, high=9.0), StepRow(step=2, low=1.0, middle=1.0, high=1.0)], 2)
     """
-    per_bin = math.ceil(len(rows) / most)
-    parts = [rows[start : start + per_bin] for start in range(0, len(rows), per_bin)]
-    return [
-        StepRow(
-            part[0].step,
-            min(row.low for row in part),
-            median(row.middle for row in part),
-            max(row.high for row in part),
-        )
-        for part in parts
-    ], per_bin
-
-
-def heat_bins(table: Mapping[int, Mapping[int, float]], most: int) -> tuple[dict[int, list[float]], int, int, int]:
-    """The mean of at most `most` runs of steps for each rank; how many steps each stands for; and the first and the last step.
-
-    >>> heat_bins({0: {5: 0.0, 6: 0.0, 7: 0.0}, 1: {5: 1.0, 6: 3.0, 7: 8.0}}, 2)
-    ({0: [0.0, 0.0], 1: [2.0, 8.0]}, 2, 5, 7)
-    """
-    steps = sorted(next(iter(table.values())))
-    per_bin = math.ceil(len(steps) / most)
-    parts = [steps[start : start + per_bin] for start in range(0, len(steps), per_bin)]
-    means = {rank: [fmean(row[step] for step in part) for part in parts] for rank, row in table.items()}
-    return means, per_bin, steps[0], steps[-1]
+    parts, per_bin = _parts(rows, most)
+    lows, highs = [min(row.low for row in part) for part in parts], [max(row.high for row in part) for part in parts]
+    middles = [median(row.middle for row in part) for part in parts]
+    return [StepRow(part[0].step, *bounds) for part, *bounds in zip(parts, lows, middles, highs, strict=True)], per_bin
 
 
 def history(rows: Sequence[StepRow], *, bins: int = 240) -> tuple[Chart, int]:
@@ -107,10 +95,9 @@ def history(rows: Sequence[StepRow], *, bins: int = 240) -> tuple[Chart, int]:
     # One step that took far longer than the others must not flatten the rest.
     usual = sorted(row.high for row in found)[int(0.98 * (len(found) - 1))]
     limit = min(most, 2.5 * usual) * 1.05 or 1.0
-    first, last = found[0].step, max(found[-1].step, found[0].step + 1)
+    first, last = found[0].step, found[-1].step
 
-    def x(step: float) -> float:
-        return _LEFT + (step - first) / (last - first) * (WIDTH - _LEFT - _RIGHT)
+    x = functools.partial(_step_x, first, last)
 
     def y(seconds: float) -> float:
         return top + height * (1 - min(seconds, limit) / limit)
@@ -128,7 +115,7 @@ def history(rows: Sequence[StepRow], *, bins: int = 240) -> tuple[Chart, int]:
             labeled, left = x(row.step), x(row.step) > WIDTH / 2
             place, anchor = (labeled - 7, "end") if left else (labeled + 7, "start")
             chart.texts.append(Label(place, top + 4, duration(row.high), anchor, "over"))
-    _step_axis(chart, first, last, x, top + height + 18)
+    _step_axis(chart, first, last, top + height + 18)
     return chart, per_bin
 
 
@@ -152,52 +139,48 @@ def phases(means: Mapping[int, Mapping[Phase, float]]) -> Chart:
 
 
 def timeline(line: Timeline) -> Chart:
-    """One step: for each rank its phases, and below them its buckets with their collectives."""
+    """One step: for each rank its phases, and below them its buckets with their collectives, on as many lanes as they need."""
     chart = Chart(f"{line.title} on {len(line.rows)} ranks")
-    scale = (WIDTH - _LEFT - _RIGHT) / max(line.nanoseconds, 1)
+    scale = (WIDTH - _LEFT - _RIGHT) / max(line.end - line.start, 1)
+
+    def draw(start: int, end: int | None, y: float, height: float, style: str, title: str) -> float:
+        """What is not over lasts to the end of the chart."""
+        stop = line.end if end is None else end
+        x, width = _LEFT + (start - line.start) * scale, max(1.0, (stop - start) * scale)
+        chart.rects.append(Rect(x, y, width, height, style, f"{title}, {duration((stop - start) / 1e9)}"))
+        return x
+
+    def draw_operation(one: Operation, y: float, style: str) -> None:
+        title = f"{one.record.op} {one.record.label}, {size(one.record.nbytes)}"
+        draw(one.submitted, one.ended, y, 4.5, style, title)
+
     y = 4.0
     for row in line.rows:
         chart.texts.append(Label(_LEFT - 8, y + 13, f"rank {row.rank}", "end"))
         for span in row.phases:
-            title = f"rank {row.rank}: {span.phase.value} {duration(span.seconds)}"
-            x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
-            chart.rects.append(Rect(x, y, width, 18, phase_style(span.phase), title))
-        y = _buckets(chart, row, y + 21, scale, line.nanoseconds) + 12
+            draw(span.start, span.end, y, 18, phase_style(span.phase), f"rank {row.rank}: {span.phase.value}")
+        y += 21
+        lanes: list[int] = []
+        for bucket in row.buckets:
+            full = bucket.record
+            top = y + _free_lane(lanes, full.time, line.end if bucket.reduced is None else bucket.reduced) * _LANE
+            title = f"rank {row.rank}: bucket {full.bucket}, {size(full.nbytes)}, {bucket.hook or 'not launched'}"
+            x = draw(full.time, bucket.reduced, top, 12, "bucket", title)
+            chart.texts.append(Label(x - 4, top + 10, str(full.bucket), "end", "tiny"))
+            for one in row.operations:
+                if one.record.bucket == full.bucket and one.record.step == full.step:
+                    draw_operation(one, top + 7.5, "wire")
+        for one in row.operations:
+            if one.record.bucket < 0:
+                lane = _free_lane(lanes, one.submitted, line.end if one.ended is None else one.ended)
+                draw_operation(one, y + lane * _LANE + 3, "other")
+        y += _LANE * len(lanes) + 12
     chart.height = y + 22
-    _time_axis(chart, line.nanoseconds / 1e9, scale * 1e9, chart.height - 6)
+    _time_axis(chart, (line.end - line.start) / 1e9, scale * 1e9, chart.height - 6)
     return chart
 
 
-def _buckets(chart: Chart, row: TimelineRow, y: float, scale: float, end: int) -> float:
-    """The buckets of a rank from `y` on, on as many lanes as they need, and those collectives that are of no bucket."""
-    lanes: list[float] = []
-
-    def draw(one: Operation, top: float, style: str) -> None:
-        stop = one.ended if one.ended is not None else end
-        x, width = _LEFT + one.submitted * scale, max(1.0, (stop - one.submitted) * scale)
-        title = f"{one.op} {one.label}, {size(one.nbytes)}, {duration((stop - one.submitted) / 1e9)}"
-        chart.rects.append(Rect(x, top, width, 4.5, style, title))
-
-    for bucket in row.buckets:
-        stop = bucket.reduced if bucket.reduced is not None else end
-        top = y + _free_lane(lanes, bucket.full, stop) * _LANE
-        x, width = _LEFT + bucket.full * scale, max(1.0, (stop - bucket.full) * scale)
-        title = (
-            f"rank {row.rank}: bucket {bucket.bucket}, {size(bucket.nbytes)}, {duration((stop - bucket.full) / 1e9)}"
-        )
-        chart.rects.append(Rect(x, top, width, 12, "bucket", f"{title}, {bucket.hook or 'not launched'}"))
-        for one in row.operations:
-            if one.bucket == bucket.bucket and one.step == bucket.step:
-                draw(one, top + 7.5, "wire")
-        chart.texts.append(Label(x - 4, top + 10, str(bucket.bucket), "end", "tiny"))
-    for one in row.operations:
-        if one.bucket < 0:
-            lane = _free_lane(lanes, one.submitted, one.ended if one.ended is not None else end)
-            draw(one, y + lane * _LANE + 3, "other")
-    return y + _LANE * len(lanes)
-
-
-def _free_lane(lanes: list[float], start: float, stop: float) -> int:
+def _free_lane(lanes: list[int], start: int, stop: int) -> int:
     lane = next((i for i, busy in enumerate(lanes) if busy <= start), len(lanes))
     if lane == len(lanes):
         lanes.append(0)
@@ -207,14 +190,15 @@ def _free_lane(lanes: list[float], start: float, stop: float) -> int:
 
 def heat_map(lateness: Mapping[int, Mapping[int, float]], *, bins: int = 120) -> tuple[Chart, int, list[float]]:
     """Rank × step: how long after the first rank each was ready. And the steps per cell, and the limits of the levels."""
-    table, per_bin, first, last = heat_bins(lateness, bins)
-    columns = max(map(len, table.values()))
+    steps = sorted(next(iter(lateness.values())))
+    parts, per_bin = _parts(steps, bins)
+    table = {rank: [fmean(row[step] for step in part) for part in parts] for rank, row in lateness.items()}
     row = 16.0 if len(table) <= 24 else 9.0
     chart = Chart("Time after the first rank at which each rank was ready", len(table) * row + 26)
     values = sorted(value for cells in table.values() for value in cells)
     top = values[int(0.98 * (len(values) - 1))] or max(values) or 1e-9
     limits = [top * (level + 1) / _LEVELS for level in range(_LEVELS - 1)]
-    width = (WIDTH - _LEFT - _RIGHT) / columns
+    width = (WIDTH - _LEFT - _RIGHT) / len(parts)
     drawn: dict[int, list[str]] = {}
     for number, (rank, cells) in enumerate(table.items()):
         y, start = 2 + number * row, 0
@@ -228,10 +212,7 @@ def heat_map(lateness: Mapping[int, Mapping[int, float]], *, bins: int = 120) ->
         if len(table) <= 24 or number % 4 == 0:
             chart.texts.append(Label(_LEFT - 8, y + min(row, 14) - 2, f"rank {rank}", "end"))
     chart.paths += [Path("".join(parts), f"heat{level}") for level, parts in sorted(drawn.items())]
-    span = max(1, last - first)
-    _step_axis(
-        chart, first, last, lambda step: _LEFT + (step - first) / span * (WIDTH - _LEFT - _RIGHT), chart.height - 6
-    )
+    _step_axis(chart, steps[0], steps[-1], chart.height - 6)
     return chart, per_bin, limits
 
 
@@ -265,10 +246,15 @@ def _time_axis(chart: Chart, seconds: float, scale: float, y: float) -> None:
         chart.texts.append(Label(x, y, duration(value) if value else "0", _anchor(x)))
 
 
-def _step_axis(chart: Chart, first: int, last: int, x: Callable[[float], float], y: float) -> None:
+def _step_x(first: int, last: int, step: float) -> float:
+    return _LEFT + (step - first) / max(1, last - first) * (WIDTH - _LEFT - _RIGHT)
+
+
+def _step_axis(chart: Chart, first: int, last: int, y: float) -> None:
     step = max(1, round(ticks(max(1, last - first), 8)[1]))
     for number in range(-(-first // step) * step, last + 1, step):
-        chart.texts.append(Label(x(number), y, str(number), _anchor(x(number))))
+        x = _step_x(first, last, number)
+        chart.texts.append(Label(x, y, str(number), _anchor(x)))
     chart.texts.append(Label(_LEFT - 8, y, "step", "end"))
 
 

@@ -168,7 +168,7 @@ def _endings(report: RunReport) -> Iterator[Finding]:
         if rank.rank in known and known[rank.rank].stopped:
             continue
         if rank.pending and (rank.ended or rank.state is ProcessState.GONE):
-            one = rank.pending[0]
+            one = rank.pending[0].record
             yield Finding(
                 "warning",
                 f"Rank {rank.rank} ended while {one.op} {one.label!r} was under way",

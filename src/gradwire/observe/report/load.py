@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import overload
 
 from gradwire.errors import UsageError
 from gradwire.observe.hangs.hang_report import saved_hangs
@@ -32,8 +31,8 @@ def load_report(directory: Path) -> RunReport:
             damaged[path.name] = f"left out: {error}"
     if not good:
         raise nothing_recorded(directory, *damaged.values())
-    rings: Sequence[Ring] = StoredRings([path for _, path in sorted(good)])
-    if len(rings) == 1:
+    rings: Iterable[Ring] = StoredRings(path for _, path in sorted(good))
+    if len(good) == 1:
         rings = ranks_apart(list(rings))
     return build(
         rings,
@@ -45,21 +44,12 @@ def load_report(directory: Path) -> RunReport:
     )
 
 
-class StoredRings(Sequence[Ring]):
-    """Rings that are read each time that they are asked for: 64 ranks have 4 million records. A few of them are kept."""
+class StoredRings(Iterable[Ring]):
+    """Rings that are read each time that they are gone through: 64 ranks have 4 million records. A few of them are kept."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Iterable[Path]) -> None:
         self._paths = list(paths)
         self._read = lru_cache(_KEPT)(read_ring)
 
-    @overload
-    def __getitem__(self, index: int) -> Ring: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Ring]: ...
-
-    def __getitem__(self, index: int | slice) -> Ring | Sequence[Ring]:
-        return StoredRings(self._paths[index]) if isinstance(index, slice) else self._read(self._paths[index])
-
-    def __len__(self) -> int:
-        return len(self._paths)
+    def __iter__(self) -> Iterator[Ring]:
+        return map(self._read, self._paths)

@@ -16,8 +16,6 @@ from gradwire.runtime.host import ProcessState
 
 _KEPT_DURATIONS = 2000
 _KEPT_EVENTS = 50
-_UNKNOWN = {"host": "?", "pid": 0, "size": 1, "command": "", "gradwire": "?", "torch": "?", "python": "?"}
-"""What a header lacks that was written by another version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +40,10 @@ class Traffic:
     def add(self, operation: Operation) -> None:
         """Count an operation."""
         self.calls += 1
-        self.nbytes += operation.nbytes
+        self.nbytes += operation.record.nbytes
         if len(self.durations) >= _KEPT_DURATIONS:
             del self.durations[: _KEPT_DURATIONS // 2]
-        self.durations.append(operation.duration)
+        self.durations.append((operation.ended or 0) - operation.submitted)
 
     @property
     def usual(self) -> float:
@@ -67,8 +65,6 @@ class RankSummary:
     """The time of its first record; 0 without records."""
     last: int
     steps: list[StepTimes]
-    backward_waits: bool
-    """Whether backward includes the wait for averages in some of them, as of torch's DDP."""
     last_step: int
     """The last step that any record names, -1 if none does."""
     traffic: dict[TrafficKey, Traffic]
@@ -96,7 +92,7 @@ class RankSummary:
 
 def summarize(ring: Ring) -> RankSummary:
     """Reduce a ring to what a report shows."""
-    records, steps = ring.records, step_times(ring.records)
+    records = ring.records
     hooks = {(r.step, r.bucket): r.label for r in ring.of_kind(RecordKind.BUCKET_LAUNCHED)}
     traffic: dict[TrafficKey, Traffic] = {}
     pending = []
@@ -104,19 +100,19 @@ def summarize(ring: Ring) -> RankSummary:
         if operation.ended is None:
             pending.append(operation)
         elif not operation.error:
-            hook = hooks.get((operation.step, operation.bucket), "") if operation.bucket >= 0 else ""
-            traffic.setdefault(TrafficKey(hook, operation.op, operation.group), Traffic()).add(operation)
+            record = operation.record
+            hook = hooks.get((record.step, record.bucket), "") if record.bucket >= 0 else ""
+            traffic.setdefault(TrafficKey(hook, record.op, record.group), Traffic()).add(operation)
     return RankSummary(
         rank=ring.rank,
-        header={**_UNKNOWN, **ring.header},
+        header=ring.header,
         descriptions=ring.descriptions,
         state=ring.state,
         records=len(records),
         lost=ring.lost,
         first=min((r.time for r in records), default=0),
         last=max((r.time for r in records), default=0),
-        steps=steps,
-        backward_waits=any(one.backward_waits for one in steps),
+        steps=step_times(records),
         last_step=max((r.step for r in records), default=-1),
         traffic=traffic,
         failures=list(ring.of_kind(RecordKind.COLLECTIVE_FAILED, RecordKind.STEP_FAILED))[-_KEPT_EVENTS:],

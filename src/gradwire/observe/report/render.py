@@ -18,10 +18,6 @@ MOST_RANKS = 64
 _MOST_BARS = 32
 _MOST_BUCKETS = 100
 _MOST_TRAFFIC = 40
-_BUCKET = {"dtype": "?", "device": "?", "parameters": 0}
-_SYSTEM = {"system": "?", "cpus": 0, "threads": 0, "cuda": None}
-_GROUP = {"name": "?", "kind": "?", "size": 0}
-"""What descriptions lack that are damaged."""
 
 
 def render_page(report: RunReport) -> str:
@@ -41,13 +37,12 @@ def facts(report: RunReport) -> dict[str, Any]:
     bars = _most_late(report.phases, report, _MOST_BARS)
     lateness: dict[int, Mapping[int, float]] = _most_late(report.lateness, report, MOST_RANKS)
     layouts = report.described("buckets")
-    buckets = [{**_BUCKET, **one} for one in (layouts[-1]["buckets"] if layouts else [])]
-    system = (report.described("system") or [{}])[-1]
+    buckets = layouts[-1]["buckets"] if layouts else []
     traffic = sorted(report.traffic.items(), key=lambda item: -item[1].nbytes)
     return {
         "report": report,
         "header": report.ranks[0].header,
-        "system": {**_SYSTEM, **system} if system else {},
+        "system": (report.described("system") or [{}])[-1],
         "hosts": _hosts(report),
         "findings": find(report),
         "phases": PHASES,
@@ -95,9 +90,5 @@ def _hosts(report: RunReport) -> dict[str, list[int]]:
 
 def _groups(report: RunReport) -> list[dict[str, Any]]:
     """The groups of all ranks: their names, kinds and sizes."""
-    found = {
-        (one.get("name"), one.get("kind"), one.get("size")): {**_GROUP, **one}
-        for rank in report.ranks
-        for one in rank.descriptions.get("group", [])
-    }
-    return list(found.values())[:MOST_RANKS]
+    groups = [one for rank in report.ranks for one in rank.descriptions.get("group", [])]
+    return list({(one["name"], one["kind"], one["size"]): one for one in groups}.values())[:MOST_RANKS]

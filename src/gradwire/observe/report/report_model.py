@@ -8,7 +8,7 @@ mean over a rank's complete steps without the slowest and the fastest 5 %, so th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -43,7 +43,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class TimelineRow:
-    """What one rank did in one step. Times are in nanoseconds from the beginning of the timeline."""
+    """What one rank did in one step. Times are in nanoseconds."""
 
     rank: int
     phases: list[Span]
@@ -61,8 +61,10 @@ class Timeline:
     step: int
     seconds: float
     """What it took on the rank on which it took longest."""
-    nanoseconds: int
-    """From its beginning on the first of these ranks to its end on the last."""
+    start: int
+    """On the first of these ranks, in nanoseconds."""
+    end: int
+    """On the last of them."""
     rows: list[TimelineRow]
     ranks: int
     """How many ranks have recorded the step."""
@@ -112,11 +114,7 @@ class RunReport:
     def first_nonfinite(self) -> FirstNonFinite | None:
         """What ranks have recorded of gradients that were not finite, without a policy for them."""
         facts = [facts for rank in self.ranks for facts in rank.descriptions.get("nonfinite", [])]
-        rows = sorted(
-            (one["step"], one["rank"], str(one.get("parameter")), bool(one.get("nan")))
-            for one in facts
-            if isinstance(one.get("step"), int) and isinstance(one.get("rank"), int)
-        )
+        rows = sorted((one["step"], one["rank"], one["parameter"], one["nan"]) for one in facts)
         if not rows:
             return None
         step, _, parameter, nan = rows[0]
@@ -138,7 +136,7 @@ class RunReport:
     @property
     def has_exposed(self) -> bool:
         """Whether it is recorded when ranks only wait."""
-        return not any(rank.backward_waits for rank in self.ranks)
+        return not any(step.backward_waits for rank in self.ranks for step in rank.steps)
 
     @property
     def step_seconds(self) -> float:
@@ -177,7 +175,7 @@ class RunReport:
 
 
 def build(
-    rings: Sequence[Ring],
+    rings: Iterable[Ring],
     *,
     directory: str | Path = "",
     hangs: Sequence[SavedHang] = (),
@@ -185,7 +183,7 @@ def build(
     outcome: RunOutcome | None = None,
     errors: Mapping[int, RankError] | None = None,
 ) -> RunReport:
-    """The report of these rings, which may be read from disk each time that they are asked for."""
+    """The report of these rings, which may be read from disk each time that they are gone through."""
     summaries = [summarize(ring) for ring in rings]
     clocks = {rank.header["clock"]: Alignment(0, 0) for rank in summaries}
     if len(clocks) > 1:
@@ -241,9 +239,7 @@ def _lateness(times: Mapping[int, Sequence[StepTimes]]) -> dict[int, dict[int, f
 
 
 def _timelines(
-    rings: Sequence[Ring],
-    rows: Sequence[StepRow],
-    times: Mapping[int, Sequence[StepTimes]],
+    rings: Iterable[Ring], rows: Sequence[StepRow], times: Mapping[int, Sequence[StepTimes]]
 ) -> list[Timeline]:
     by_step: dict[int, dict[int, StepTimes]] = {}
     for rank, steps in times.items():
@@ -273,32 +269,22 @@ def _shown_ranks(steps: Mapping[int, StepTimes]) -> list[int]:
 
 
 def _timeline(
-    title: str,
-    step: int,
-    times: Mapping[int, StepTimes],
-    rings: Mapping[int, Ring],
-    ranks: Sequence[int],
+    title: str, step: int, times: Mapping[int, StepTimes], rings: Mapping[int, Ring], ranks: Sequence[int]
 ) -> Timeline:
     start = min(times[rank].start for rank in ranks)
     end = max(times[rank].end for rank in ranks)
     rows = []
     for rank in ranks:
-        low, high, shift = times[rank].start, times[rank].end, -start
+        low, high = times[rank].start, times[rank].end
         records = [r for r in rings[rank].records if low - (high - low) <= r.time <= high + (high - low)]
         phases = [
-            Span(s.phase, s.step, max(s.start, low) + shift, min(s.end, high) + shift)
+            Span(s.phase, s.step, max(s.start, low), min(s.end, high))
             for s in spans(records)
             if s.end > low and s.start < high
         ]
-        buckets = [b for b in bucket_spans(records) if b.step == step and low <= b.full <= high]
+        buckets = [b for b in bucket_spans(records) if b.record.step == step and low <= b.record.time <= high]
         inside = [o for o in operations(records) if low <= o.submitted <= high]
-        for bucket in buckets:
-            bucket.full += shift
-            bucket.reduced = None if bucket.reduced is None else bucket.reduced + shift
-        for operation in inside:
-            operation.submitted += shift
-            operation.ended = None if operation.ended is None else operation.ended + shift
         too_many = max(0, len(buckets) - _MOST_SHOWN) + max(0, len(inside) - _MOST_SHOWN)
         rows.append(TimelineRow(rank, phases, buckets[:_MOST_SHOWN], inside[:_MOST_SHOWN], too_many))
     longest = max(one.seconds for one in times.values())
-    return Timeline(title, step, longest, end - start, rows, len(times))
+    return Timeline(title, step, longest, start, end, rows, len(times))

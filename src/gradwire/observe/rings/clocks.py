@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any
 
 from gradwire.observe.rings.ring import Record, Ring, message_key
 from gradwire.recorder.format import RecordKind
@@ -28,17 +28,9 @@ _STEEPEST = 1e-3
 _SHORT = 60 * 10**9
 _SLOPES, _ZOOMS = 33, 9
 _MEETING = frozenset(
-    {
-        "all_reduce",
-        "all_gather",
-        "all_gather_into_tensor",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-    }
+    {"all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "barrier"}
 )
+_MEETING |= {"reduce_scatter", "reduce_scatter_tensor"}
 """Operations that end on no rank before they were submitted on all."""
 
 
@@ -59,40 +51,35 @@ class Alignment:
         return time + self.offset + round(self.drift * (time - self.at))
 
 
-_SAME = Alignment(0, 0)
-
-
-def align(rings: Sequence[Ring]) -> dict[str, Alignment]:
+def align(rings: Iterable[Ring]) -> dict[str, Alignment]:
     """The alignment of every host to that of the first ring."""
-    hosts = list(dict.fromkeys(ring.clock for ring in rings))
-    found = dict.fromkeys(hosts[:1], _SAME)
-    if len(hosts) < 2:
-        return found
-    meetings = _Meetings(rings)
-    bounds = meetings.bounds()
-    while True:
-        # A host that shares a group with an aligned one, the best known first.
-        candidates = [
-            (max(0.0, _width(bounds, known, host)), hosts.index(known), hosts.index(host))
-            for known in found
-            for host in hosts
-            if host not in found and _width(bounds, known, host) < math.inf
-        ]
-        if not candidates:
-            break
-        _, i, j = min(candidates)
-        known, host = hosts[i], hosts[j]
-        found[host] = _joined(meetings.line(known, host), found[known])
-    for ring in rings:  # by the wall clock, for want of anything better
-        host = ring.clock
+    headers: dict[str, Mapping[str, Any]] = {}
+    for ring in rings:
+        headers.setdefault(ring.clock, ring.header)
+    hosts = list(headers)
+    meetings = _Meetings(rings if len(hosts) > 1 else ())
+    found = dict.fromkeys(hosts[:1], Alignment(0, 0))
+    reached = hosts[:1]
+    for known in reached:  # which grows: a host may be aligned by way of others
+        for host in hosts:
+            if host in found:
+                continue
+            after, before = meetings.bounds(known, host), meetings.bounds(host, known)
+            if after and before:
+                lower = [(end, -more) for _, end, more in after]
+                line = fit_line(lower, [(submitted, more) for submitted, _, more in before])
+                found[host] = _joined(line, found[known])
+                reached.append(host)
+    for host in hosts:  # by the wall clock, for want of anything better
         if host not in found:
-            first, here = rings[0].header, ring.header
+            first, here = headers[hosts[0]], headers[host]
             offset = (here["started_wall"] - here["started"]) - (first["started_wall"] - first["started"])
-            for known, alignment in found.items():  # but not so that a message is received before it was sent
-                low = alignment.offset - bounds.get((known, host), math.inf)
-                high = alignment.offset + bounds.get((host, known), math.inf)
-                offset = round(max(low, min(offset, high)))
+            for known in reached:  # but not so that a message is received before it was sent
+                on_known = found[known].offset
+                offset = max([offset, *(on_known - more for *_, more in meetings.bounds(known, host))])
+                offset = min([offset, *(on_known + more for *_, more in meetings.bounds(host, known))])
             found[host] = Alignment(offset, -1)
+            reached.append(host)
     return found
 
 
@@ -156,30 +143,18 @@ def fit_line(lower: _Bounds, upper: _Bounds) -> Alignment:
 
 def aligned(rings: Sequence[Ring]) -> list[Ring]:
     """The rings with all times on the clock of the first ring's host."""
-    alignments = align(rings)
-    return [on_one_clock(ring, alignments[ring.clock]) for ring in rings]
+    return list(AlignedRings(rings, align(rings)))
 
 
-class AlignedRings(Sequence[Ring]):
-    """Rings on one clock, each made when it is asked for: all of them may not fit into memory."""
+@dataclass(frozen=True, slots=True)
+class AlignedRings(Iterable[Ring]):
+    """Rings on one clock, each made when its turn has come: all of them may not fit into memory."""
 
-    def __init__(self, rings: Sequence[Ring], alignments: Mapping[str, Alignment]) -> None:
-        self._rings, self._alignments = rings, alignments
+    rings: Iterable[Ring]
+    alignments: Mapping[str, Alignment]
 
-    @overload
-    def __getitem__(self, index: int) -> Ring: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Ring]: ...
-
-    def __getitem__(self, index: int | slice) -> Ring | Sequence[Ring]:
-        if isinstance(index, slice):
-            return AlignedRings(self._rings[index], self._alignments)
-        ring = self._rings[index]
-        return on_one_clock(ring, self._alignments[ring.clock])
-
-    def __len__(self) -> int:
-        return len(self._rings)
+    def __iter__(self) -> Iterator[Ring]:
+        return (on_one_clock(ring, self.alignments[ring.clock]) for ring in self.rings)
 
 
 def on_one_clock(ring: Ring, alignment: Alignment) -> Ring:
@@ -201,18 +176,18 @@ def on_one_clock(ring: Ring, alignment: Alignment) -> Ring:
     )
 
 
-def _width(bounds: dict[tuple[str, str], float], known: str, host: str) -> float:
-    return bounds.get((known, host), math.inf) + bounds.get((host, known), math.inf)
+_Times = dict[tuple[object, ...], dict[str, int]]
+"""By operation and host."""
 
 
 class _Meetings:
     """What ranks of different hosts did together: when it was submitted on each host, and when it had ended there."""
 
-    def __init__(self, rings: Sequence[Ring]) -> None:
-        self._begun: dict[_Key, dict[str, int]] = defaultdict(dict)
-        """By operation and host: the last submission."""
-        self._ended: dict[_Key, dict[str, int]] = defaultdict(dict)
-        """And the first end."""
+    def __init__(self, rings: Iterable[Ring]) -> None:
+        self._begun: _Times = defaultdict(dict)
+        """The last submission."""
+        self._ended: _Times = defaultdict(dict)
+        """The first end."""
         for ring in rings:
             self._add(ring)
 
@@ -220,7 +195,7 @@ class _Meetings:
         host = ring.clock
         for record in ring.of_kind(RecordKind.COLLECTIVE_FINISHED):
             if record.op in _MEETING:
-                key: _Key = (record.group_id, record.ordinal)
+                key: tuple[object, ...] = (record.group_id, record.ordinal)
             elif record.peer >= 0:
                 key = ("message", *message_key(record))
             else:
@@ -232,31 +207,8 @@ class _Meetings:
                 ended = self._ended[key]
                 ended[host] = min(ended.get(host, record.time), record.time)
 
-    def _pairs(self, a: str | None = None, b: str | None = None) -> Iterator[tuple[str, str, int, int]]:
-        """Of operations, a host that has submitted it, another on which it has ended, and the times of that there."""
-        for key, submissions in self._begun.items():
-            for one, submitted in submissions.items() if a is None else _only(submissions, a):
-                ends = self._ended.get(key, {})
-                for other, end in ends.items() if b is None else _only(ends, b):
-                    if one != other:
-                        yield one, other, submitted, end
-
-    def bounds(self) -> dict[tuple[str, str], float]:
-        """By pair of hosts (a, b): the least seen of "ended on b" - "submitted on a", which is at least clock(b) - clock(a)."""
-        bounds: dict[tuple[str, str], float] = {}
-        for a, b, submitted, end in self._pairs():
-            bounds[a, b] = min(bounds.get((a, b), math.inf), end - submitted)
-        return bounds
-
-    def line(self, known: str, host: str) -> Alignment:
-        """What to add to times of `host` to get those of `known`: no end may come before a submission."""
-        lower = [(end, submitted - end) for _, _, submitted, end in self._pairs(known, host)]
-        upper = [(submitted, end - submitted) for _, _, submitted, end in self._pairs(host, known)]
-        return fit_line(lower, upper)
-
-
-_Key = tuple[object, ...]
-
-
-def _only(times: dict[str, int], host: str) -> list[tuple[str, int]]:
-    return [(host, times[host])] if host in times else []
+    def bounds(self, a: str, b: str) -> list[tuple[int, int, int]]:
+        """Of operations: when it was submitted on host a, when it had ended on b, and the difference of that, which is at least
+        clock(b) - clock(a)."""
+        both = ((begun, self._ended[key]) for key, begun in self._begun.items())
+        return [(begun[a], ended[b], ended[b] - begun[a]) for begun, ended in both if a in begun and b in ended]

@@ -13,55 +13,25 @@ from gradwire.recorder.format import RecordKind
 class Operation:
     """A collective, a send or a receive on one rank. Times are in nanoseconds on the rank's clock."""
 
-    op: str
-    group: str
-    rank: int
-    """The rank in `group`."""
-    seq: int
-    ordinal: int
-    """0 for sends and receives."""
-    label: str
-    nbytes: int
-    step: int
-    bucket: int
+    record: Record
+    """Its submission, or the first record of it that is known."""
     submitted: int
-    started: int | None = None
-    """None: not yet, or the engine does not say."""
     ended: int | None = None
     """None: not yet."""
     error: str = ""
     """Why it failed."""
-    peer: int = -1
-    """The other rank of a send or a receive, -1 if it is not known."""
-    message: int = -1
-    group_id: int = 0
-    model: int = 0
-    on_device: bool = False
-    """Whether its tensors are in the memory of a device, as far as its submission was recorded."""
-
-    @property
-    def duration(self) -> int:
-        """From its submission to its end; 0 if it has none."""
-        return 0 if self.ended is None else self.ended - self.submitted
 
 
 @dataclass(slots=True)
 class BucketSpan:
     """A bucket in one step on one rank. Times are in nanoseconds on the rank's clock."""
 
-    group: str
-    rank: int
-    step: int
-    bucket: int
-    nbytes: int
-    full: int
-    """When all its gradients were there."""
+    record: Record
+    """Of when all its gradients were there."""
     launched: int | None = None
     reduced: int | None = None
     """When its averages were in `.grad`. None: not yet."""
     hook: str = ""
-    model: int = 0
-    """See `Record.model`."""
 
 
 def operations(records: Iterable[Record]) -> list[Operation]:
@@ -76,45 +46,17 @@ def operations(records: Iterable[Record]) -> list[Operation]:
         kind = record.kind
         if kind > RecordKind.COLLECTIVE_FAILED:
             continue
-        key = record.group_id, record.rank, record.seq
-        if kind is RecordKind.COLLECTIVE_SUBMITTED:
-            pending[key] = one = _operation(record, record.time)
-            found.append(one)
-            continue
-        known = pending.get(key)
+        key, failed = (record.group_id, record.rank, record.seq), kind is RecordKind.COLLECTIVE_FAILED
+        known = None if kind is RecordKind.COLLECTIVE_SUBMITTED else pending.get(key)
         if known is None:
-            known = _operation(record, record.time - record.duration)
-            if kind is RecordKind.COLLECTIVE_FAILED:
-                known.label = ""  # that of the record is the error
-            pending[key] = known
+            own = record._replace(label="") if failed else record  # whose label is the error
+            known = pending[key] = Operation(own, record.time - record.duration)
             found.append(known)
-        if kind is RecordKind.COLLECTIVE_STARTED:
-            known.started = record.time
-        else:
+        if failed or kind is RecordKind.COLLECTIVE_FINISHED:
             known.ended = record.time
-            known.error = (record.label or "failed") if kind is RecordKind.COLLECTIVE_FAILED else ""
+            known.error = (record.label or "failed") if failed else ""
             del pending[key]
     return sorted(found, key=lambda one: one.submitted)
-
-
-def _operation(record: Record, submitted: int) -> Operation:
-    return Operation(
-        record.op,
-        record.group,
-        record.rank,
-        record.seq,
-        record.ordinal,
-        record.label,
-        record.nbytes,
-        record.step,
-        record.bucket,
-        submitted,
-        peer=record.peer,
-        message=record.message,
-        group_id=record.group_id,
-        model=record.model,
-        on_device=record.on_device,
-    )
 
 
 def bucket_spans(records: Iterable[Record]) -> list[BucketSpan]:
@@ -124,9 +66,8 @@ def bucket_spans(records: Iterable[Record]) -> list[BucketSpan]:
     for record in records:
         key = record.group_id, record.model, record.rank, record.step, record.bucket
         if record.kind is RecordKind.BUCKET_FULL:
-            place = record.group, record.rank, record.step, record.bucket
-            latest[key] = one = BucketSpan(*place, record.nbytes, record.time, model=record.model)
-            found.append(one)
+            latest[key] = BucketSpan(record)
+            found.append(latest[key])
         elif record.kind is RecordKind.BUCKET_LAUNCHED and key in latest:
             latest[key].launched, latest[key].hook = record.time, record.label
         elif record.kind is RecordKind.BUCKET_REDUCED and key in latest:

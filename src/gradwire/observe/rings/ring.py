@@ -1,7 +1,7 @@
 """Reads the rings that flight recorders write: of a process that runs, hangs, or is gone. Without torch.
 
-A file that cannot be read gives one error that names it. Single records and lines that make no sense are skipped: the last record
-of a rank that was killed may be incomplete, and the disk may have been full.
+A file that cannot be read gives one error that names it. Records and lines that are incomplete are skipped: a rank may have been
+killed while it wrote, and the disk may have been full.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ _UNKNOWN = "?"
 _P2P = frozenset({"send", "recv"})
 _KINDS = (None, *RecordKind)
 """By number. Kinds count from 1 without a gap."""
-_YEARS = 20 * 365 * 86400 * 10**9
-"""No record is older or younger than its ring by so many nanoseconds."""
 COLLECTIVES = frozenset(kind for kind in RecordKind if kind.name.startswith("COLLECTIVE_"))
 """Records of collectives, sends and receives."""
 
@@ -148,11 +146,7 @@ def read_ring(path: str | os.PathLike[str]) -> Ring:
 
     with RingFile(Path(path)) as file:
         rows = file.read(0, file.capacity)
-        rows = rows[np.argsort(rows["number"])]
-        if len(rows):  # all numbers lie within the capacity; one that does not is damaged
-            numbers = rows["number"].astype(np.int64)
-            rows = rows[np.abs(numbers - numbers[len(rows) // 2]) <= file.capacity]
-        records = file.records(rows)
+        records = file.records(rows[np.argsort(rows["number"])])
         return Ring(file.path, file.header, records, file.read_descriptions())
 
 
@@ -175,12 +169,12 @@ class RingFile:
             expected = PAGE + self.capacity * size
             if os.fstat(self._fd).st_size != expected or self.capacity < 1 or self.capacity & (self.capacity - 1):
                 raise UsageError(f"{path} is damaged: {self.capacity} records in {os.fstat(self._fd).st_size} bytes.")
+        except (UsageError, OSError):
+            os.close(self._fd)
+            raise
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             os.close(self._fd)
             raise UsageError(f"{path} is damaged: its header cannot be read ({error}).") from None
-        except BaseException:
-            os.close(self._fd)
-            raise
         self._names: dict[int, str] = {0: ""}
         self._names_read = 0
         self._descriptions: dict[str, list[dict[str, Any]]] = {}
@@ -194,9 +188,6 @@ class RingFile:
         numbers, kinds = rows["number"], rows["kind"]
         valid = (kinds > 0) & (kinds < len(_KINDS)) & (numbers >= least)
         valid &= numbers % self.capacity == np.arange(slot, slot + len(rows), dtype=np.uint64)
-        started = max(0, self.header["started"])
-        valid &= (rows["time"] > max(0, started - _YEARS)) & (rows["time"] < started + _YEARS) | (rows["time"] == 0)
-        valid &= (rows["duration"] < _YEARS) & (rows["step"] >= -1) & (rows["bucket"] >= -1)
         return rows if valid.all() else rows[valid]
 
     def records(self, rows: np.ndarray) -> list[Record]:
@@ -267,12 +258,8 @@ class RingFile:
                 continue
             if subject.isdigit() and isinstance(value, str):
                 self._names[int(subject)] = value
-            elif isinstance(value, dict) and _is_complete(subject, value):
+            elif isinstance(value, dict):
                 self._descriptions.setdefault(subject.decode(errors="replace"), []).append(value)
-
-    def state(self) -> ProcessState:
-        """As `Ring.state`."""
-        return state_of_writer(self.header)
 
     def is_replaced(self) -> bool:
         """Whether another ring has taken its path, or none is there any more."""
@@ -292,45 +279,15 @@ class RingFile:
         self.close()
 
 
-_DEFAULTS = {
-    "size": 0,
-    "pid": 0,
-    "process_start": _UNKNOWN,
-    "host": _UNKNOWN,
-    "main_thread": 0,
-    "libraries": [],
-    "python": _UNKNOWN,
-    "torch": _UNKNOWN,
-    "gradwire": _UNKNOWN,
-    "command": "",
-}
-
-
-_FACTS: Mapping[bytes, Mapping[str, type]] = {
-    b"group": {"name": str, "rank": int, "size": int, "id": int},
-    b"buckets": {"group_id": int, "model": int, "rank": int, "buckets": list},
-    b"warning": {"text": str, "step": int, "time": int},
-    b"end": {"time": int},
-    b"nonfinite": {"rank": int, "step": int, "parameter": str, "nan": bool},
-    b"questions": {"descriptor": int, "inode": int},
-}
-"""What readers rely on in descriptions."""
-_BUCKET = {"bytes": int, "names": list}
-
-
-def _is_complete(subject: bytes, facts: Mapping[str, Any]) -> bool:
-    parts = facts["buckets"] if isinstance(facts.get("buckets"), list) else ()
-    return all(isinstance(facts.get(key), kind) for key, kind in _FACTS.get(subject, {}).items()) and all(
-        isinstance(part, dict) and isinstance(part.get(key), kind) for part in parts for key, kind in _BUCKET.items()
-    )
+_DEFAULTS = dict.fromkeys(("process_start", "host", "python", "torch", "gradwire"), _UNKNOWN)
 
 
 def _header(text: bytes) -> dict[str, Any]:
     """The facts of a header; raises if it lacks what readers need."""
-    header = {**_DEFAULTS, **printable(json.loads(text))}
-    numbers = ("rank", "size", "pid", "started", "started_wall", "main_thread")
-    header |= {name: int(header[name]) for name in numbers}
-    header |= {name: str(header[name]) for name in ("clock", "process_start", "host", "command")}
+    numbers = dict.fromkeys(("size", "pid", "main_thread"), 0)
+    header = {**_DEFAULTS, **numbers, "libraries": [], "command": "", **printable(json.loads(text))}
+    header |= {name: int(header[name]) for name in (*numbers, "rank", "started", "started_wall")}
+    header |= {name: str(header[name]) for name in (*_DEFAULTS, "clock", "command")}
     header |= {name: [str(one) for one in header[name]] for name in ("ops", "libraries")}
     if header["rank"] < 0:
         raise ValueError(f"rank {header['rank']}")

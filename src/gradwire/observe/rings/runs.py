@@ -100,7 +100,7 @@ def _is_in_use(run: Path) -> bool:
     for path in run.glob("rank-*.ring"):
         try:
             with RingFile(path) as ring:
-                state = ring.state()
+                state = state_of_writer(ring.header)
             if state is ProcessState.UNKNOWN:
                 if time.time() - path.stat().st_mtime < _WEEK:
                     return True

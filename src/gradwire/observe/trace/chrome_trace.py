@@ -1,19 +1,43 @@
-"""One picture of a run: the tracks of all ranks in Chrome's JSON format, which Perfetto opens. A rank is a process of the trace."""
+"""One picture of a run: what all ranks did, in Chrome's JSON format, which Perfetto opens. A rank is a process of the trace.
+
+The tracks of a rank are the phases of its steps, its buckets from full to averaged, the hooks that reduce them, and its operations
+by group. Arrows lead from a bucket to its hook, and from the hook to its operations. Slices that overlap are on several tracks of
+the same name.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradwire.observe.rings.ring import Ring
-from gradwire.observe.trace.tracks import RankTracks, Slice, rank_tracks
+from gradwire.observe.rings.clocks import aligned
+from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, operations, ranks_apart
+from gradwire.observe.rings.ring import Record, Ring
+from gradwire.observe.stragglers.steps import Phase, spans
+from gradwire.recorder.format import RecordKind
 
 _STEP = 1
 """The number of the first track. Those of a rank are numbered, whatever is on them."""
+_NOTES = {RecordKind.MARK: "mark", RecordKind.STEP_FAILED: "step failed", RecordKind.WARNING: "warning"}
 Event = dict[str, Any]
+
+
+@dataclass(slots=True)
+class TraceSlice:
+    """Something with a beginning and an end, in nanoseconds on the clock of the first rank's host."""
+
+    name: str
+    start: int
+    end: int
+    arguments: dict[str, Any]
+    cause: TraceSlice | None = None
+    """The slice from which an arrow leads here."""
+    inner: list[TraceSlice] = field(default_factory=list)
+    """Parts of it, one after another."""
 
 
 def write_trace(rings: Sequence[Ring], path: Path, more: Iterable[Event] = ()) -> int:
@@ -29,40 +53,135 @@ def write_trace(rings: Sequence[Ring], path: Path, more: Iterable[Event] = ()) -
 
 def trace_events(rings: Sequence[Ring]) -> Iterator[Event]:
     """The events of the trace, on the clock of the first rank's host."""
-    for rank in rank_tracks(rings):
-        yield from _rank_events(rank)
+    rings = aligned(ranks_apart(rings))
+    origin = beginning(rings)
+    for ring in rings:
+        yield from _rank_events(ring, origin)
 
 
-def _rank_events(rank: RankTracks) -> Iterator[Event]:
+def beginning(rings: Sequence[Ring]) -> int:
+    """The beginning of the trace of these rings, which are on one clock."""
+    return min((r.time - r.duration for ring in rings for r in ring.records), default=0)
+
+
+def _rank_events(ring: Ring, origin: int) -> Iterator[Event]:
     def event(phase: str, track: int, time: int, **more: Any) -> Event:
-        return {"ph": phase, "pid": rank.rank, "tid": track, "ts": time / 1e3, **more}
+        return {"ph": phase, "pid": ring.rank, "tid": track, "ts": (time - origin) / 1e3, **more}
 
     def meta(what: str, track: int, **arguments: Any) -> Event:
-        return {"ph": "M", "pid": rank.rank, "tid": track, "name": what, "args": arguments}
+        return {"ph": "M", "pid": ring.rank, "tid": track, "name": what, "args": arguments}
 
-    def drawn(piece: Slice, track: int) -> Event:
-        duration = (piece.end - piece.start) / 1e3
-        return event("X", track, piece.start, name=piece.name, dur=duration, args=piece.arguments)
-
-    yield meta("process_name", 0, name=rank.name)
-    yield meta("process_sort_index", 0, sort_index=rank.rank)
+    yield meta("process_name", 0, name=f"rank {ring.rank} ({ring.header['host']}, process {ring.pid})")
+    yield meta("process_sort_index", 0, sort_index=ring.rank)
+    steps = [TraceSlice(s.phase.value, s.start, s.end, {"step": s.step}) for s in spans(ring.records)]
+    found = operations(ring.records)
     place: dict[int, int] = {}  # by slice: its track
     flows = itertools.count(1)
-    for number, track in enumerate(rank.tracks, _STEP):
-        yield meta("thread_name", number, name=track.name)
+    for number, (name, slices) in enumerate([("step", steps), *_tracks(ring, found)], _STEP):
+        yield meta("thread_name", number, name=name)
         yield meta("thread_sort_index", number, sort_index=number)
-        for piece in track.slices:
+        for piece in slices:
             place[id(piece)] = number
-            yield drawn(piece, number)
-            for part in piece.inner:
-                yield drawn(part, number)
+            for part in (piece, *piece.inner):
+                duration = (part.end - part.start) / 1e3
+                yield event("X", number, part.start, name=part.name, dur=duration, args=part.arguments)
             if (cause := piece.cause) is not None:
-                flow = {"name": "hook", "cat": "hook", "id": f"{rank.rank}.{next(flows)}"}
+                flow = {"name": "hook", "cat": "hook", "id": f"{ring.rank}.{next(flows)}"}
                 start = max(cause.start, min(piece.start, cause.end))
                 yield event("s", place[id(cause)], start, **flow)
                 yield event("f", number, piece.start, bp="e", **flow)
-    for name, points in rank.counters.items():
-        for time, value in points:
-            yield event("C", 0, time, name=name, args={"value": value})
-    for note in rank.notes:
-        yield event("i", _STEP, note.time, name=note.name, s="p", cat=note.category)
+    for name, time, value in _counters(steps, found):
+        yield event("C", 0, time, name=name, args={"value": value})
+    for note in ring.of_kind(*_NOTES):
+        what = _NOTES[note.kind]
+        yield event("i", _STEP, note.time, name=note.label or what, s="p", cat=what)
+
+
+_Tracks = Iterator[tuple[str, list[TraceSlice]]]
+
+
+def _place(record: Record) -> tuple[int, int, int]:
+    return record.model, record.step, record.bucket
+
+
+def _tracks(ring: Ring, found: Sequence[Operation]) -> _Tracks:
+    """The tracks of buckets, of hooks, and of the operations of each group, by name."""
+    of_bucket: dict[tuple[int, int, int], list[Operation]] = {}
+    for operation in found:
+        if operation.record.bucket >= 0:
+            of_bucket.setdefault(_place(operation.record), []).append(operation)
+    buckets, hooks = [], []
+    hook_of: dict[int, TraceSlice] = {}
+    for one in bucket_spans(ring.records):
+        if one.reduced is None:
+            continue
+        full = one.record
+        arguments = {"step": full.step, "bucket": full.bucket, "bytes": full.nbytes, "group": full.group}
+        buckets.append(TraceSlice(f"bucket {full.bucket}", full.time, one.reduced, arguments))
+        own = [o for o in of_bucket.get(_place(full), []) if full.time <= o.submitted <= one.reduced]
+        hooks.append(_hook(one, own, buckets[-1]))
+        hook_of.update({id(operation): hooks[-1] for operation in own})
+    end = max((record.time for record in ring.records), default=0)
+    wire: dict[str, list[TraceSlice]] = {}
+    for operation in found:
+        wire.setdefault(operation.record.group, []).append(_wire(operation, hook_of.get(id(operation)), end))
+    yield from _apart("buckets", buckets)
+    yield from _apart("hook", hooks)
+    for group, slices in sorted(wire.items()):
+        yield from _apart(f"wire: {group}", slices)
+
+
+def _hook(one: BucketSpan, own: Sequence[Operation], bucket: TraceSlice) -> TraceSlice:
+    """The hook of a bucket, with the stages between its operations: what it computes itself."""
+    ends = [operation.ended for operation in own if operation.ended is not None]
+    stop = max([*ends, one.launched or bucket.start])
+    arguments = {"step": one.record.step, "bucket": one.record.bucket}
+    hook = TraceSlice(one.hook or "hook", bucket.start, min(stop, bucket.end), arguments, bucket)
+    reached = bucket.start
+    for number, operation in enumerate(own, 1):
+        if operation.submitted > reached:
+            hook.inner.append(TraceSlice(f"stage {number}", reached, operation.submitted, arguments))
+        reached = max(reached, min(hook.end, operation.ended or bucket.start))
+    return hook
+
+
+def _wire(operation: Operation, cause: TraceSlice | None, end: int) -> TraceSlice:
+    record, start = operation.record, operation.submitted
+    arguments: dict[str, Any] = {"sequence number": record.seq, "bytes": record.nbytes, "label": record.label}
+    if record.bucket >= 0:
+        arguments |= {"step": record.step, "bucket": record.bucket}
+    if record.peer >= 0:
+        arguments["peer"] = record.peer
+    if operation.error:
+        arguments["error"] = operation.error
+    if operation.ended is None:
+        return TraceSlice(f"{record.op} (not finished)", start, max(start, end), arguments, cause)
+    return TraceSlice(f"{record.op}{' failed' * bool(operation.error)}", start, operation.ended, arguments, cause)
+
+
+def _apart(name: str, slices: Iterable[TraceSlice]) -> _Tracks:
+    """`slices` on as many tracks of this name as they need in order not to overlap."""
+    tracks: list[list[TraceSlice]] = []
+    for piece in sorted(slices, key=lambda piece: piece.start):
+        track = next((track for track in tracks if track[-1].end <= piece.start), None)
+        if track is None:
+            tracks.append([piece])
+        else:
+            track.append(piece)
+    return ((name, track) for track in tracks)
+
+
+def _counters(steps: Sequence[TraceSlice], found: Iterable[Operation]) -> Iterator[tuple[str, int, float]]:
+    """Counters: name, time and value."""
+    in_flight = communicated = 0
+    ended = [(one.ended, one.record.nbytes, one) for one in found if one.ended is not None]
+    changes = [(one.submitted, nbytes) for _, nbytes, one in ended] + [(end, -nbytes) for end, nbytes, _ in ended]
+    for time, change in sorted(changes):
+        in_flight += change
+        yield "bytes in flight", time, in_flight
+    for end, nbytes in sorted((end, nbytes) for end, nbytes, one in ended if not one.error):
+        communicated += nbytes
+        yield "bytes communicated", end, communicated
+    for step in steps:
+        if step.name == Phase.EXPOSED.value:
+            yield "exposed communication (ms)", step.end, (step.end - step.start) / 1e6

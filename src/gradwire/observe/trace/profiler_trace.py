@@ -20,14 +20,13 @@ from gradwire.errors import UsageError
 from gradwire.observe.rings.clocks import Alignment, align, aligned
 from gradwire.observe.rings.intervals import ranks_apart
 from gradwire.observe.rings.ring import Ring
-from gradwire.observe.trace.tracks import beginning
+from gradwire.observe.trace.chrome_trace import Event, beginning
 
 _OTHER_PROCESSES = 1_000_000
 """Numbers of processes in the picture from here on are devices; below are ranks."""
 _THREADS = 10_000_000
 """Is added to the numbers of threads, which are apart from those of a rank's tracks then."""
 _FLOWS = ("s", "t", "f")
-Event = dict[str, Any]
 
 
 @dataclass
