@@ -20,17 +20,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from rich.text import Text
 
 import gradwire as gw
-from gradwire.cli.live_view import render
+from gradwire.cli.live_view import picture
 from gradwire.cli.terminal_svg import terminal_svg
 from gradwire.lab import Throttled
 from gradwire.observe.monitor import RunMonitor
 from gradwire.observe.report.load import load_report
 from gradwire.observe.report.render import render_page
+from gradwire.observe.rings.intervals import operations
 from gradwire.observe.rings.run_follower import RunFollower
-from gradwire.observe.trace.tracks import RankTracks, Slice, rank_tracks
+from gradwire.observe.trace.chrome_trace import TraceSlice, Track, tracks
 from gradwire.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -103,30 +105,44 @@ def watch() -> dict[str, str]:
         monitor = RunMonitor(RunFollower(recorded.resolve(), tail=16384))
         try:
             monitor.look_back()
-            view = render(monitor.status(), 112, 40, color=True)
+            console = Console(width=112, force_terminal=True)
+            with console.capture() as view:
+                console.print(picture(monitor.status(), 112, 40))
         finally:
             monitor.run.close()
-    return {"watch": terminal_svg(Text.from_ansi(view), title="gradwire run -n 4 --watch slow_rank.py", columns=112)}
+    return {
+        "watch": terminal_svg(Text.from_ansi(view.get()), title="gradwire run -n 4 --watch slow_rank.py", columns=112)
+    }
 
 
 # -- drawn from the records of a run -----------------------------------------------------------------------------------
 
 
-def window(ranks: Sequence[RankTracks], step: int) -> tuple[int, int]:
+Rank = tuple[int, list[Track]]
+"""Its number, and its tracks; the first is that of the steps."""
+
+
+def tracks_of(directory: str | Path) -> list[Rank]:
+    """The tracks of all ranks of a run on this host."""
+    rings = gw.observe.read_rings(directory)
+    return [(ring.rank, list(tracks(ring, operations(ring.records)))) for ring in rings]
+
+
+def window(ranks: Sequence[Rank], step: int) -> tuple[int, int]:
     """When the first of these ranks begins a step, and when the last one ends it."""
-    found = [one for rank in ranks for one in rank.tracks[0].slices if one.arguments.get("step") == step]
+    found = [one for _, own in ranks for one in own[0][1] if one.arguments.get("step") == step]
     return min(one.start for one in found), max(one.end for one in found)
 
 
-def fastest(ranks: Sequence[RankTracks]) -> tuple[int, int]:
+def fastest(ranks: Sequence[Rank]) -> tuple[int, int]:
     """The window of the fastest step: what else runs on this machine makes others longer."""
-    steps = [one.arguments["step"] for one in ranks[0].tracks[0].slices if "step" in one.arguments]
+    steps = [one.arguments["step"] for one in ranks[0][1][0][1] if "step" in one.arguments]
     return min((window(ranks, step) for step in set(steps[50:-10])), key=lambda found: found[1] - found[0])
 
 
-def rows_of(rank: RankTracks, begin: int, end: int, names: Sequence[str]) -> list[tuple[str, list[Slice]]]:
+def rows_of(rank: Rank, begin: int, end: int, names: Sequence[str]) -> list[Track]:
     """The tracks of a rank whose names begin with one of `names`, and what is on them in the window."""
-    rows = [(track.name, [one for one in track.slices if one.end > begin and one.start < end]) for track in rank.tracks]
+    rows = [(name, [one for one in slices if one.end > begin and one.start < end]) for name, slices in rank[1]]
     return [(name, slices) for name, slices in rows if slices and name.startswith(tuple(names))]
 
 
@@ -148,7 +164,7 @@ class Drawing:
         self.text(12, self.y + 16, words, "title")
         self.y += TITLE
 
-    def rows(self, rows: Sequence[tuple[str, list[Slice]]], begin: int, end: int) -> None:
+    def rows(self, rows: Sequence[Track], begin: int, end: int) -> None:
         """A row for each track; tracks of the same name have one label."""
         before = ""
         for name, slices in rows:
@@ -159,7 +175,7 @@ class Drawing:
                 self._bar(one, name, max(one.start, begin) - begin, min(one.end, end) - begin)
             self.y += ROW
 
-    def _bar(self, one: Slice, track: str, start: int, stop: int) -> None:
+    def _bar(self, one: TraceSlice, track: str, start: int, stop: int) -> None:
         kind = track.partition(":")[0]
         color = COLORS.get(one.name, one.name.partition(" ")[0]) if kind == "step" else kind
         x, width = LEFT + start * self.scale, max(1.0, (stop - start) * self.scale - 0.6)
@@ -199,17 +215,17 @@ def slow_rank() -> dict[str, str]:
         for command in (["trace", "-o", os.devnull], ["report", "--text"]):
             print(f"$ gradwire {' '.join(command)}", flush=True)
             subprocess.run([sys.executable, "-m", "gradwire", *command, str(directory)], check=True)
-        tracks = list(rank_tracks(gw.observe.read_rings(directory)))
+        ranks = tracks_of(directory)
         page = render_page(load_report(directory))
-    return {"trace": trace([tracks[0], tracks[2]]), "report-step": report_step(page)}
+    return {"trace": trace([ranks[0], ranks[2]]), "report-step": report_step(page)}
 
 
-def trace(ranks: Sequence[RankTracks]) -> str:
+def trace(ranks: Sequence[Rank]) -> str:
     """Steps, buckets, hooks and collectives of some ranks."""
     begin, end = fastest(ranks)
     drawing = Drawing(end - begin)
     for rank in ranks:
-        drawing.title(f"rank {rank.rank}")
+        drawing.title(f"rank {rank[0]}")
         drawing.rows(rows_of(rank, begin, end, ("step", "buckets", "hook", "wire")), begin, end)
         drawing.y += 6
     return drawing.picture("A step of ranks 0 and 2")
@@ -251,9 +267,9 @@ def overlap() -> dict[str, str]:
     for title, megabytes in (("One bucket for all gradients", 1000.0), ("One bucket for each layer", 0.2)):
         with tempfile.TemporaryDirectory() as directory:
             run_ranks(_Task(directory, megabytes), 2, kind="shared_memory", timeout=300)
-            tracks = list(rank_tracks(gw.observe.read_rings(directory)))
-        begin, end = fastest(tracks[:1])
-        steps, *wires = rows_of(tracks[0], begin, end, ("step", "wire"))
+            ranks = tracks_of(directory)
+        begin, end = fastest(ranks[:1])
+        steps, *wires = rows_of(ranks[0], begin, end, ("step", "wire"))
         [exposed] = [one for one in steps[1] if one.name.startswith("exposed") and begin <= one.start < end]
         for one in (one for _, slices in wires for one in slices):
             one.name = one.arguments["label"]
@@ -292,9 +308,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)}")
     for name in parser.parse_args().names or PICTURES:
-        for file, picture in PICTURES[name]().items():
-            (IMAGES / f"{file}.svg").write_text(picture, encoding="utf-8")
-            print(f"docs/images/{file}.svg: {len(picture):,} bytes")
+        for file, drawn in PICTURES[name]().items():
+            (IMAGES / f"{file}.svg").write_text(drawn, encoding="utf-8")
+            print(f"docs/images/{file}.svg: {len(drawn):,} bytes")
 
 
 if __name__ == "__main__":

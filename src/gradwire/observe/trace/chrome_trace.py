@@ -73,11 +73,11 @@ def _rank_events(ring: Ring, origin: int) -> Iterator[Event]:
 
     yield meta("process_name", 0, name=f"rank {ring.rank} ({ring.header['host']}, process {ring.pid})")
     yield meta("process_sort_index", 0, sort_index=ring.rank)
-    steps = [TraceSlice(s.phase.value, s.start, s.end, {"step": s.step}) for s in spans(ring.records)]
     found = operations(ring.records)
+    rows = list(tracks(ring, found))
     place: dict[int, int] = {}  # by slice: its track
     flows = itertools.count(1)
-    for number, (name, slices) in enumerate([("step", steps), *_tracks(ring, found)], _STEP):
+    for number, (name, slices) in enumerate(rows, _STEP):
         yield meta("thread_name", number, name=name)
         yield meta("thread_sort_index", number, sort_index=number)
         for piece in slices:
@@ -90,22 +90,24 @@ def _rank_events(ring: Ring, origin: int) -> Iterator[Event]:
                 start = max(cause.start, min(piece.start, cause.end))
                 yield event("s", place[id(cause)], start, **flow)
                 yield event("f", number, piece.start, bp="e", **flow)
-    for name, time, value in _counters(steps, found):
+    for name, time, value in _counters(rows[0][1], found):
         yield event("C", 0, time, name=name, args={"value": value})
     for note in ring.of_kind(*_NOTES):
         what = _NOTES[note.kind]
         yield event("i", _STEP, note.time, name=note.label or what, s="p", cat=what)
 
 
-_Tracks = Iterator[tuple[str, list[TraceSlice]]]
+Track = tuple[str, list[TraceSlice]]
+"""A name, and slices one after another."""
 
 
 def _place(record: Record) -> tuple[int, int, int]:
     return record.model, record.step, record.bucket
 
 
-def _tracks(ring: Ring, found: Sequence[Operation]) -> _Tracks:
-    """The tracks of buckets, of hooks, and of the operations of each group, by name."""
+def tracks(ring: Ring, found: Sequence[Operation]) -> Iterator[Track]:
+    """The tracks of steps, of buckets, of hooks, and of the operations `found`, by their group."""
+    yield "step", [TraceSlice(s.phase.value, s.start, s.end, {"step": s.step}) for s in spans(ring.records)]
     of_bucket: dict[tuple[int, int, int], list[Operation]] = {}
     for operation in found:
         if operation.record.bucket >= 0:
@@ -156,19 +158,19 @@ def _wire(operation: Operation, cause: TraceSlice | None, end: int) -> TraceSlic
         arguments["error"] = operation.error
     if operation.ended is None:
         return TraceSlice(f"{record.op} (not finished)", start, max(start, end), arguments, cause)
-    return TraceSlice(f"{record.op}{' failed' * bool(operation.error)}", start, operation.ended, arguments, cause)
+    return TraceSlice(f"{record.op}{' failed' if operation.error else ''}", start, operation.ended, arguments, cause)
 
 
-def _apart(name: str, slices: Iterable[TraceSlice]) -> _Tracks:
+def _apart(name: str, slices: Iterable[TraceSlice]) -> Iterator[Track]:
     """`slices` on as many tracks of this name as they need in order not to overlap."""
-    tracks: list[list[TraceSlice]] = []
+    found: list[list[TraceSlice]] = []
     for piece in sorted(slices, key=lambda piece: piece.start):
-        track = next((track for track in tracks if track[-1].end <= piece.start), None)
+        track = next((track for track in found if track[-1].end <= piece.start), None)
         if track is None:
-            tracks.append([piece])
+            found.append([piece])
         else:
             track.append(piece)
-    return ((name, track) for track in tracks)
+    return ((name, track) for track in found)
 
 
 def _counters(steps: Sequence[TraceSlice], found: Iterable[Operation]) -> Iterator[tuple[str, int, float]]:
