@@ -15,22 +15,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import gradwire
 from gradwire.cli.arguments import DEBUG, Parser, add_debug, parse
 from gradwire.errors import GradwireError, UsageError
-
-
-class Command(Protocol):
-    """The interface of a subcommand's module."""
-
-    def add_parser(self, subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-        """Declare the subcommand and its options."""
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Run it and return the exit code."""
-
 
 COMMANDS: Mapping[str, str] = {
     "demo": "train a small transformer data-parallel on this machine",
@@ -42,11 +31,8 @@ COMMANDS: Mapping[str, str] = {
     "trace": "merge what all ranks of a run did into one trace",
 }
 """The modules of this package that are subcommands, and what each does."""
-_MOVED = ("bench", "lab")
-"""Subcommands that are now in `benchmarks/`, outside of the package."""
 _USAGE = 2  # as in argparse
 _INTERRUPTED = 130  # 128 + SIGINT, as in shells
-_INTERRUPT = "\ngradwire: interrupted"
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
 _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 """Errors of writing; with the name of a file they are not of the output."""
@@ -57,17 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
 
     def run(args: argparse.Namespace) -> int:
-        if words and words[0] in _MOVED:
-            what = next((word for word in words[1:] if not word.startswith("-")), "WHAT")
-            print(
-                f"gradwire {words[0]} has moved: run python -m benchmarks {what} in a clone of gradwire.",
-                file=sys.stderr,
-            )
-            return _USAGE
         parser, command = _parser(words)
         parse(parser, words, args)
-        assert command is not None  # argparse rejects anything else
-        return command.run(args)
+        code: int = command.run(args)
+        return code
 
     return guarded(run)
 
@@ -88,21 +67,20 @@ def guarded(run: Callable[[argparse.Namespace], int], *, prog: str = "gradwire")
         return code
     except KeyboardInterrupt:
         _show_cursor()
-        print(_INTERRUPT, file=sys.stderr)
+        print("\ngradwire: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except GradwireError as error:
+    except (GradwireError, OSError) as error:
         _show_cursor()
         if args.debug:
             raise
-        print("\n".join([f"{prog}: {type(error).__name__}: {error}", *_notes(error)]), file=sys.stderr)
+        if isinstance(error, OSError) and error.filename is None and error.errno in _WRITING:
+            return _output_failed(error)
+        notes = [f"  {note}" for note in getattr(error, "__notes__", ())]
+        print("\n".join([f"{prog}: {type(error).__name__}: {error}", *notes]), file=sys.stderr)
         if isinstance(error, UsageError):
             return _USAGE
         print("(--debug shows the traceback)", file=sys.stderr)
         return 1
-    except OSError as error:
-        if args.debug:
-            raise
-        return _system_failed(error)
 
 
 def _open_closed_outputs() -> None:
@@ -114,42 +92,30 @@ def _open_closed_outputs() -> None:
 
 @contextmanager
 def _ended_by_interrupts() -> Iterator[None]:
-    """End the process at Ctrl-C, without an exception, while modules are imported: some of torch's catch it, and go on."""
-    default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not default or threading.current_thread() is not threading.main_thread():
+    """Let Ctrl-C end the process, without an exception, while modules are imported: some of torch's catch it, and go on."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, _end_interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
 
-def _end_interrupted(*_: object) -> None:
-    os.write(sys.stderr.fileno(), f"{_INTERRUPT}\n".encode())
-    os._exit(_INTERRUPTED)  # nothing has been started yet
-
-
-def _system_failed(error: OSError) -> int:
-    """The exit code after an error of the system, which is shown in a line: usually the output could not be written."""
-    if error.filename is not None or error.errno not in _WRITING:
-        print(f"gradwire: {type(error).__name__}: {error}\n(--debug shows the traceback)", file=sys.stderr)
-        return 1
-    _discard_output()
+def _output_failed(error: OSError) -> int:
+    """The exit code if the output cannot be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:  # the interpreter would try again at its end
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
     if error.errno == errno.EPIPE:  # as of `| head -1`: who reads has read enough
         return _BROKEN_PIPE
     print(f"gradwire: writing the output: {error.strerror}", file=sys.stderr)
     return 1
-
-
-def _discard_output() -> None:
-    """Drop what could not be written, or the interpreter would try again at its end."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _show_cursor() -> None:
@@ -158,11 +124,7 @@ def _show_cursor() -> None:
         importlib.import_module("rich.console").Console().show_cursor(True)
 
 
-def _notes(error: BaseException) -> list[str]:
-    return [f"  {note}" for note in getattr(error, "__notes__", ())]
-
-
-def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Command | None]:
+def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Any]:
     """The parser of the whole command, complete for the subcommand in `words`, and that subcommand."""
     parser = Parser(
         prog="gradwire",

@@ -1,10 +1,17 @@
-"""Types of command-line arguments, and their error messages."""
+"""Types of command-line arguments, their error messages, and the directory of the run that a command reads."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
+
+from gradwire.observe.rings.runs import find_run, start_time
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,8 +44,8 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str], args: argparse.
     return args
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """An integer of `least` or more.
+def at_least(least: int, *, otherwise: str = "") -> Callable[[str], int]:
+    """An integer of `least` or more; `otherwise` ends the error message.
 
     >>> at_least(1)("3")
     3
@@ -48,13 +55,10 @@ def at_least(least: int) -> Callable[[str], int]:
     """
 
     def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
-        return value
+        with suppress(ValueError):
+            if (value := int(text)) >= least:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more{otherwise}")
 
     return parse
 
@@ -68,10 +72,21 @@ def positive(text: str) -> float:
     Traceback (most recent call last):
     argparse.ArgumentTypeError: '-1' is not a number greater than 0
     """
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number greater than 0")
-    return value
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number greater than 0")
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """The directory of a run, for `run_directory`."""
+    parser.add_argument("run_dir", nargs="?", metavar="RUN", help="the directory of a run (default: the latest)")
+
+
+def run_directory(given: str | None) -> Path:
+    """The directory `given`, or that of the latest run; which one that is, is written to stderr."""
+    directory = find_run(given, os.environ)
+    if given is None:
+        began = start_time(directory)
+        print(f"gradwire: the latest run: {directory}{f', started {began}' if began else ''}", file=sys.stderr)
+    return directory

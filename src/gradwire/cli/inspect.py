@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from gradwire.cli.run_directory import run_directory
+from gradwire.cli.arguments import run_directory
 from gradwire.errors import UsageError
 from gradwire.observe.inspection import inspection
 
@@ -21,12 +21,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "be recorded, on this host.",
     )
     add = parser.add_argument
-    add(
-        "run",
-        nargs="?",
-        metavar="RUN",
-        help="the directory of a run, or the process id of a rank (default: the latest run)",
-    )
+    which = "the directory of a run, or the process id of a rank (default: the latest run)"
+    add("run", nargs="?", metavar="RUN", help=which)
     add("--stacks", action="store_true", help="show the whole stack of every rank")
     return parser
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradwire.cli.run_directory import run_directory
+from gradwire.cli.arguments import add_run, run_directory
 from gradwire.errors import UsageError
 from gradwire.observe.report.load import load_report
 from gradwire.observe.report.plain_text import render_text
@@ -22,8 +22,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "step's time goes, buckets and collectives of a typical and of the slowest step, bytes, which ranks were late, and "
         "warnings with advice. One HTML file without references to others. The job may still run, hang, or have been killed.",
     )
+    add_run(parser)
     add = parser.add_argument
-    add("run_dir", nargs="?", metavar="RUN", help="the directory of a run (default: the latest)")
     add("-o", "--output", type=Path, metavar="FILE", help="the file (default: report.html)")
     add("--text", action="store_true", help="write text instead of a page, to the terminal unless -o names a file")
     return parser

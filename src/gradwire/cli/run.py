@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,8 @@ _SEVERAL_HOSTS = (
     "gradwire run starts ranks on this machine only. For several hosts use torchrun, mpirun or srun: gw.init() works"
 )
 _HINTS = {
-    **dict.fromkeys(
-        [
-            "--node-rank",
-            "--master-addr",
-            "--master-port",
-            "--rdzv-endpoint",
-            "--rdzv-backend",
-            "--rdzv-id",
-            "--rdzv-conf",
-        ],
-        _SEVERAL_HOSTS,
-    ),
+    **dict.fromkeys(["--node-rank", "--master-addr", "--master-port"], _SEVERAL_HOSTS),
+    **dict.fromkeys(["--rdzv-endpoint", "--rdzv-backend", "--rdzv-id", "--rdzv-conf"], _SEVERAL_HOSTS),
     "--max-restarts": "gradwire run does not restart ranks. Use torchrun: gw.init() works under it",
     "--no-python": "gradwire run starts Python scripts, and modules with -m. Use torchrun: gw.init() works under it",
     **dict.fromkeys(
@@ -65,100 +55,64 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         epilog="For several hosts use torchrun, mpirun or srun: gw.init() works under each.",
     )
     parser.set_defaults(hints=_HINTS)
-    add = parser.add_argument
-    add(
-        "-n",
-        "--nproc",
-        "--nproc-per-node",
-        "--nproc_per_node",
-        type=_count,
-        default="auto",
-        metavar="N",
-        help="number of ranks, or gpu, cpu or auto (default: one per GPU, else one per core)",
-    )
-    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as after python -m")
-    add(
-        "--env",
-        action="append",
-        default=[],
-        type=_assignment,
-        metavar="NAME=VALUE",
-        help="set an environment variable for the ranks; may be repeated",
-    )
-    add("--no-prefix", action="store_true", help="show lines without the rank")
-    add(
-        "--log-dir",
-        "--log_dir",
-        type=Path,
-        metavar="DIR",
-        help="also write each rank's output to DIR/rank-N.log",
-    )
-    add(
-        "--timeout",
-        type=_seconds,
-        default=10.0,
-        metavar="SECONDS",
-        help="how long ranks may take to end after SIGTERM before they are killed (default: %(default)g)",
-    )
+    _add_starting(parser)
     _add_recording(parser)
-    add(
-        "--replace-ddp",
-        "--replace_ddp",
-        action="store_true",
-        help="run a script written for torch's DistributedDataParallel on gradwire's, unchanged",
-    )
-    add(
-        "--nonfinite",
-        choices=("raise", "skip", "record"),
-        help="check the gradients of gradwire's models for NaN and infinity, unless the script chooses a policy: end the run, "
-        "skip such steps, or only record them (on a CPU, the first one is recorded in any case)",
-    )
-    add(
-        "--check-divergence",
-        "--check_divergence",
-        type=at_least(1),
-        metavar="STEPS",
-        help="compare the replicas of gradwire's models bit by bit every so many steps; end the run if they differ",
-    )
+    _add_checks(parser)
+    # One argument for both, not REMAINDER, from which argparse drops a first "--".
+    script = "a Python file, or with -m a module, and its arguments"
+    parser.add_argument("script", nargs=argparse.PARSER, metavar="SCRIPT", help=script)
+    return parser
+
+
+def _add_starting(parser: argparse.ArgumentParser) -> None:
+    """How ranks are started and ended, and what is done with their output."""
+    add = parser.add_argument
+    names = ("-n", "--nproc", "--nproc-per-node", "--nproc_per_node")
+    ranks = "number of ranks, or gpu, cpu or auto (default: one per GPU, else one per core)"
+    add(*names, type=_count, default="auto", metavar="N", help=ranks)
+    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as after python -m")
+    env = "set an environment variable for the ranks; may be repeated"
+    add("--env", action="append", default=[], type=_assignment, metavar="NAME=VALUE", help=env)
+    add("--no-prefix", action="store_true", help="show lines without the rank")
+    logs = "also write each rank's output to DIR/rank-N.log"
+    add("--log-dir", "--log_dir", type=Path, metavar="DIR", help=logs)
+    timeout = "how long ranks may take to end after SIGTERM before they are killed (default: %(default)g)"
+    add("--timeout", type=_seconds, default=10.0, metavar="SECONDS", help=timeout)
     add("--standalone", action="store_true", help="as for torchrun; ranks are always on this machine only")
     add("--nnodes", type=_one_host, metavar="1", help="as for torchrun; must be 1")
-    # One argument for both, not REMAINDER, from which argparse drops a first "--".
-    add("script", nargs=argparse.PARSER, metavar="SCRIPT", help="a Python file, or with -m a module, and its arguments")
-    return parser
 
 
 def _add_recording(parser: argparse.ArgumentParser) -> None:
     """What is recorded of the ranks, and shown while they run."""
     add = parser.add_argument
-    add(
-        "--run-dir",
-        "--run_dir",
-        type=Path,
-        metavar="DIR",
-        help="where the flight recorders of the ranks write (default: a new directory in ~/.local/state/gradwire/runs, where the "
-        f"last {KEPT} runs are kept)",
-    )
+    run_dir = "where the flight recorders of the ranks write (default: a new directory in ~/.local/state/gradwire/runs, where "
+    add("--run-dir", "--run_dir", type=Path, metavar="DIR", help=f"{run_dir}the last {KEPT} runs are kept)")
     add("--no-record", action="store_true", help="do not record what the ranks do")
-    add(
-        "--hang-after",
-        "--hang_after",
-        type=_hang_after,
-        default=SOFT_DEADLINE,
-        metavar="SECONDS",
-        help="report a hang when ranks have waited for so long in a collective, and ten times as long as usual (default: "
-        "%(default)g; 0 or never: do not)",
-    )
-    add(
-        "--watch",
-        action="store_true",
-        help="show all ranks in a live view below their output; without a terminal, the same as --stats 10",
-    )
+    hang = "report a hang when ranks have waited for so long in a collective, and ten times as long as usual (default: "
+    hang += "%(default)g; 0 or never: do not)"
+    names = ("--hang-after", "--hang_after")
+    add(*names, type=_hang_after, default=SOFT_DEADLINE, metavar="SECONDS", help=hang)
+    watch = "show all ranks in a live view below their output; without a terminal, the same as --stats 10"
+    add("--watch", action="store_true", help=watch)
     add("--stats", type=positive, metavar="SECONDS", help="print a line of figures of the run at this interval")
-    add(
-        "--observe",
-        action="store_true",
-        help="record a script that does not call gradwire too, from its start: steps of torch's DDP, and where ranks hang",
+    observe = (
+        "record a script that does not call gradwire too, from its start: steps of torch's DDP, and where ranks hang"
     )
+    add("--observe", action="store_true", help=observe)
+
+
+def _add_checks(parser: argparse.ArgumentParser) -> None:
+    """What gradwire's models do in scripts that do not choose it."""
+    add = parser.add_argument
+    replace = "run a script written for torch's DistributedDataParallel on gradwire's, unchanged"
+    add("--replace-ddp", "--replace_ddp", action="store_true", help=replace)
+    nonfinite = (
+        "check the gradients of gradwire's models for NaN and infinity, unless the script chooses a policy: end the run, "
+        "skip such steps, or only record them (on a CPU, the first one is recorded in any case)"
+    )
+    add("--nonfinite", choices=("raise", "skip", "record"), help=nonfinite)
+    divergence = "compare the replicas of gradwire's models bit by bit every so many steps; end the run if they differ"
+    add("--check-divergence", "--check_divergence", type=at_least(1), metavar="STEPS", help=divergence)
 
 
 def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subprocess.Popen) -> int:
@@ -225,10 +179,8 @@ def _view(args: argparse.Namespace) -> tuple[Picture | None, float | None]:
 def _run_directory(args: argparse.Namespace, script: str) -> dict[str, str]:
     """The variable with the directory in which ranks record, if recording is possible: training does not depend on it."""
     if args.no_record:
-        if args.run_dir is not None:
-            raise UsageError("gradwire run --run-dir and --no-record: choose one.")
-        if args.observe:
-            raise UsageError("gradwire run --observe and --no-record: choose one.")
+        if args.run_dir is not None or args.observe:
+            raise UsageError("gradwire run --no-record, with --run-dir or --observe: choose one.")
         return {}
     directory: Path | None = args.run_dir
     try:
@@ -264,12 +216,7 @@ def count_gpus() -> int:
 
 
 def _count(text: str) -> int | str:
-    if text in ("auto", "cpu", "gpu"):
-        return text
-    try:
-        return at_least(1)(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, nor gpu, cpu or auto") from None
+    return text if text in ("auto", "cpu", "gpu") else at_least(1, otherwise=", nor gpu, cpu or auto")(text)
 
 
 def _one_host(text: str) -> int:
@@ -290,10 +237,7 @@ def _hang_after(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
-    return value
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")

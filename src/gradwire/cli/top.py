@@ -11,9 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from gradwire.cli.arguments import positive
+from gradwire.cli.arguments import add_run, positive, run_directory
 from gradwire.cli.live_view import picture
-from gradwire.cli.run_directory import run_directory
 from gradwire.errors import UsageError
 from gradwire.launch.display import Panel, find_terminal
 from gradwire.launch.screen import Screen
@@ -38,15 +37,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "been started by gradwire run: its ranks must be recorded, on this host. Without a terminal, a line every 10 seconds is "
         "printed. It ends with the job, or with Ctrl-C.",
     )
+    add_run(parser)
     add = parser.add_argument
-    add("run_dir", nargs="?", metavar="RUN", help="the directory of a run (default: the latest)")
     add("--once", action="store_true", help="show the view once, and end")
-    add(
-        "--every",
-        type=positive,
-        metavar="SECONDS",
-        help=f"how often the view is updated (default: 1, without a terminal {PLAIN_INTERVAL:g})",
-    )
+    every = f"how often the view is updated (default: 1, without a terminal {PLAIN_INTERVAL:g})"
+    add("--every", type=positive, metavar="SECONDS", help=every)
     return parser
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gradwire.cli.run_directory import run_directory
+from gradwire.cli.arguments import add_run, run_directory
 from gradwire.errors import UsageError
 from gradwire.observe.rings.clocks import align
 from gradwire.observe.rings.ring import load_rings
@@ -23,18 +23,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "every rank on one clock. Open it in ui.perfetto.dev or chrome://tracing. The job may still run, hang, or have been "
         "killed.",
     )
+    add_run(parser)
     add = parser.add_argument
-    add("run_dir", nargs="?", metavar="RUN", help="the directory of a run (default: the latest)")
     add("--format", choices=["chrome"], default="chrome", help="chrome: JSON that Perfetto and Chrome open")
     add("-o", "--output", type=Path, default=Path("trace.json"), metavar="FILE", help="the file (default: trace.json)")
-    add(
-        "--profiler",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="PATH",
-        help="add what torch.profiler has written for ranks of the run: a trace, or a directory of traces; may be repeated",
+    profiler = (
+        "add what torch.profiler has written for ranks of the run: a trace, or a directory of traces; may be repeated"
     )
+    add("--profiler", action="append", default=[], type=Path, metavar="PATH", help=profiler)
     return parser
 
 
@@ -61,9 +57,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"The rings hold the last records only: up to {lost} earlier ones of a rank were overwritten.")
     for host, alignment in align(rings).items():
         if alignment.error < 0:
-            print(
-                f"The clock of {host} is taken from its wall clock: its ranks have no collective in common with the others."
-            )
+            print(f"The clock of {host} is its wall clock: its ranks have no collective in common with the others.")
         elif alignment.error:
             print(f"The clock of {host} was aligned to within {alignment.error / 1e6:.3f} ms{_drift(alignment.drift)}.")
     return 0

@@ -74,11 +74,7 @@ def _start(screen: Screen) -> Live:
 
     console = VisibleCursor(file=Terminal(), force_terminal=True, highlight=False, legacy_windows=False)
     live = Live(
-        console=console,
-        auto_refresh=False,
-        redirect_stdout=False,
-        redirect_stderr=False,
-        vertical_overflow="visible",
+        console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False, vertical_overflow="visible"
     )
     live.start()
     return live

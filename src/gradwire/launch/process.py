@@ -40,11 +40,7 @@ class _Guardian:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # inherited by the guardian
         try:
             self._process = subprocess.Popen(
-                _GUARD,
-                stdin=theirs,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                process_group=group,
+                _GUARD, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=group
             )
         except BaseException:
             os.close(self._pipe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -30,7 +31,6 @@ def test_help_of_every_command_fits_a_terminal_of_80_columns(capsys, monkeypatch
         listed = re.split(r"^  (?:COMMAND|WHAT)$", out, flags=re.MULTILINE)[1:]
         commands += [[*words, name] for text in listed for name in re.findall(r"^    (\w+)", text, re.MULTILINE)]
     assert ["demo"] in commands
-    assert ["bench"] not in commands
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -44,16 +44,6 @@ def test_help_imports_nothing_heavy(command):
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: gradwire")
     assert done.stderr.split() == []
-
-
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [(["bench", "overhead", "--steps", "3"], "overhead"), (["lab", "parity"], "parity"), (["lab"], "WHAT")],
-)
-def test_commands_that_have_moved_name_the_new_place(words, what, capsys):
-    assert main(words) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line == f"gradwire {words[0]} has moved: run python -m benchmarks {what} in a clone of gradwire."
 
 
 def test_help_of_the_demo_names_every_kind(capsys):
@@ -163,7 +153,7 @@ sys.exit(cli.main(["report", "--help"]))
 
 def test_an_interrupt_while_a_command_is_imported_ends_it_even_if_a_module_catches_the_exception():
     ended = subprocess.run([sys.executable, "-c", SWALLOWED], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "\ngradwire: interrupted\n")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_a_closed_pipe_that_rich_notices_is_exit_code_141(monkeypatch):

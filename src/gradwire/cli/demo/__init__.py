@@ -39,6 +39,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     """Train, compare, show the results, and return the exit code."""
-    from gradwire.cli.demo import command  # which imports torch
+    from gradwire.cli.demo import session  # which imports torch
 
-    return command.run(args)
+    return session.run(args)

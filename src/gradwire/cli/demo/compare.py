@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
 from rich.table import Table
 from torch import nn
-from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from gradwire.cli.demo.model import ALPHABET, SIZES, Transformer, random_windows, standard_library
@@ -33,7 +32,9 @@ _ROUNDS, _BLOCK, _WARM_UP = 5, 10, 2
 """Rounds, and steps of a variant in a round, of which the first are not timed."""
 _LATENCY_MS = 0.5
 _BUSY = 0.1
-"""The share of the cores that other programs may use before the times are called unreliable."""
+"""The load per core, in addition to that of the ranks, at which the times are called unreliable."""
+Times = tuple[list[float], list[float]]
+"""What a rank has measured: of each variant the seconds and the bytes of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,74 +57,49 @@ VARIANTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RankTimes:
-    """What a rank has measured: of each variant the seconds and bytes of a step, and processor seconds in total."""
-
-    seconds: tuple[float, ...]
-    nbytes: tuple[float, ...]
-    elapsed: float
-    processor: float
-    """Of this rank's process."""
-    machine: float
-    """Of all processes of the machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What the ranks do: train the model of `job`, also over a link of `mbit`. They meet in the file `store`."""
-
-    job: DemoJob
-    mbit: float
-    store: Path
-    timeout: float
-
-
 def compare(job: DemoJob, mbit: float, ranks: int, *, timeout: float) -> Table:
     """Measure all variants, and return the table."""
     with tempfile.TemporaryDirectory(prefix="gradwire-demo-") as folder:
-        comparison = Comparison(job, mbit, Path(folder, "store"), timeout)
-        rank_main = functools.partial(measure, comparison)
-        return table(mbit, run_ranks(rank_main, ranks, kind="shared_memory", timeout=timeout))
+        rank_main = functools.partial(measure, job, mbit, f"{folder}/store")
+        times = run_ranks(rank_main, ranks, kind="shared_memory", timeout=timeout)
+    return table(mbit, times, load=os.getloadavg()[0], cores=len(os.sched_getaffinity(0)))
 
 
-def measure(comparison: Comparison, group: Group) -> RankTimes:
+def measure(job: DemoJob, mbit: float, store: str, group: Group) -> Times:
     """On a rank: a few steps of every variant in turn, and again, so that a busy moment affects all alike."""
     torch.set_num_threads(1)
-    job, text = comparison.job, standard_library().train
     data = torch.Generator().manual_seed(job.seed * group.size + group.rank + 1)
-    batch = functools.partial(random_windows, text, job.batch_size, SIZES[job.size].context + 1, data)
+    text, length = standard_library().train, SIZES[job.size].context + 1
     with ExitStack() as opened:
         steps, sent = [], []
         for variant in VARIANTS:
             model = Transformer(SIZES[job.size], len(ALPHABET), torch.Generator().manual_seed(job.seed))
-            wrapped, count = _wrap(comparison, variant, model, group, opened)
-            steps.append(_step(wrapped, model, batch))
+            meet = PrefixStore(variant.name, FileStore(store, group.size))
+            wrapped, count = _wrap(variant, model, meet, group, mbit, opened)
+            steps.append(_step(wrapped, model, lambda: random_windows(text, job.batch_size, length, data)))
             sent.append(count)
-        before, began = [count() for count in sent], (time.perf_counter(), time.process_time(), _busy_seconds())
+        before = [count() for count in sent]
         seconds: list[list[float]] = [[] for _ in VARIANTS]
         for _ in range(_ROUNDS):
             for step, times in zip(steps, seconds):
                 group.barrier(label="next variant")
                 times += [_time(step) for _ in range(_BLOCK)][_WARM_UP:]
         group.barrier(label="all variants done")  # no rank closes while another is still working
-        ended = (time.perf_counter(), time.process_time(), _busy_seconds())
         nbytes = [(count() - at_start) / (_ROUNDS * _BLOCK) for count, at_start in zip(sent, before)]
-        return RankTimes(tuple(map(median, seconds)), tuple(nbytes), *(b - a for a, b in zip(began, ended)))
+        return [median(times) for times in seconds], nbytes
 
 
 def _wrap(
-    comparison: Comparison, variant: Variant, model: nn.Module, group: Group, opened: ExitStack
+    variant: Variant, model: nn.Module, store: Store, group: Group, mbit: float, opened: ExitStack
 ) -> tuple[nn.Module, Callable[[], float]]:
     """The model as the variant wraps it, and what counts the bytes that this rank has sent."""
-    store, timeout = PrefixStore(variant.name, FileStore(str(comparison.store), group.size)), comparison.timeout
     if variant.torchs and not variant.over_link:
-        limit = timedelta(seconds=timeout)
+        limit = timedelta(seconds=group.timeout)
         dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.size, timeout=limit)
         opened.callback(dist.destroy_process_group)
         return nn.parallel.DistributedDataParallel(model), lambda: 0.0
-    own: Group = SharedMemoryGroup(store, group.rank, group.size, timeout=timeout, name=variant.name)
-    link = Throttled(own, mbit=comparison.mbit, latency_ms=_LATENCY_MS) if variant.over_link else None
+    own: Group = SharedMemoryGroup(store, group.rank, group.size, timeout=group.timeout, name=variant.name)
+    link = Throttled(own, mbit=mbit, latency_ms=_LATENCY_MS) if variant.over_link else None
     opened.callback((link or own).close)
     if variant.torchs:
         theirs = nn.parallel.DistributedDataParallel(model, process_group=as_process_group(link or own))
@@ -157,22 +133,17 @@ def _time(step: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def _busy_seconds() -> float:
-    """Processor seconds that all processes of the machine have used since it started."""
-    user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-
-
-def table(mbit: float, times: Sequence[RankTimes]) -> Table:
+def table(mbit: float, times: Sequence[Times], *, load: float, cores: int) -> Table:
     """One row for each variant, of its slowest rank; factors are relative to torch's DDP on the same link."""
-    lines = [
-        f"Median of {_ROUNDS * (_BLOCK - _WARM_UP)} steps, all variants in turns; the link is simulated.",
-        *reservations(times),
-    ]
+    lines = [f"Median of {_ROUNDS * (_BLOCK - _WARM_UP)} steps, all variants in turns; the link is simulated."]
+    if len(times) > cores:
+        lines.append(f"{len(times)} ranks share {cores} cores: times depend on the scheduler more than on either DDP.")
+    if load - len(times) > _BUSY * cores:
+        lines.append(f"The machine was busy (load {load:.1f} on {cores} cores): repeat this on an idle one.")
     found = Table(caption="\n".join(lines), caption_justify="left")
     for head in ("", "ms per step", "KB sent per step", "speed"):
         found.add_column(head, justify="right" if head else "left")
-    slowest = [max(rank.seconds[i] for rank in times) for i in range(len(VARIANTS))]
+    slowest = [max(seconds[i] for seconds, _ in times) for i in range(len(VARIANTS))]
     for over_link, title in ((False, "on this machine"), (True, f"over {mbit:g} Mbit/s")):
         rows = [i for i, variant in enumerate(VARIANTS) if variant.over_link is over_link]
         found.add_row(f"[bold]{title}")
@@ -180,23 +151,8 @@ def table(mbit: float, times: Sequence[RankTimes]) -> Table:
             found.add_row(
                 f"  {VARIANTS[i].name}",
                 f"{slowest[i] * 1e3:.1f}",
-                f"{times[0].nbytes[i] / 1e3:,.0f}" if over_link else "",
+                f"{times[0][1][i] / 1e3:,.0f}" if over_link else "",
                 f"{slowest[rows[0]] / slowest[i]:.2f}x",
                 end_section=i == rows[-1],
             )
-    return found
-
-
-def reservations(times: Sequence[RankTimes], *, cores: int | None = None) -> list[str]:
-    """Why the times mean little, if they do: other programs used the cores, or there are too few cores for the ranks."""
-    cores = cores or len(os.sched_getaffinity(0))
-    others = (times[0].machine - sum(rank.processor for rank in times)) / times[0].elapsed
-    found = []
-    if len(times) > cores:
-        found.append(f"{len(times)} ranks share {cores} cores: times depend on the scheduler more than on either DDP.")
-    if others > _BUSY * cores:
-        found.append(
-            f"The machine was busy: other programs used {others:.1f} of {cores} cores meanwhile, and ranks waited for a core. "
-            "These factors say little about either DDP; repeat on an idle machine."
-        )
     return found

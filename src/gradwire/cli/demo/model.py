@@ -1,14 +1,13 @@
 """The demo's text and model: the source code of the Python standard library, and a character-level transformer that learns it.
 
-Every machine has this text. Modules are read in the order of their names and every tenth is held out, so every rank of every run on
-one Python version sees the same two texts. The model is pre-norm and causal, small enough for one core. Its weights are drawn from
-a given generator: ranks may be threads of one process, where torch's global generator would be shared and the weights would
-depend on the scheduling.
+Modules are read in the order of their names and every tenth is held out, so every rank sees the same two texts. The model's weights
+are drawn from a given generator: ranks may be threads of one process, where torch's global generator would be shared.
 """
 
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,18 +74,14 @@ def _read(paths: list[Path]) -> Tensor:
 
 def random_windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
     """`count` windows of `length` characters at random positions, as a `[count, length]` int64 tensor."""
-    starts = torch.randint(len(text) - length + 1, (count,), generator=generator)
-    return _windows(text, starts, length)
+    starts = torch.randint(len(text) - length + 1, (count, 1), generator=generator)
+    return text[starts + torch.arange(length)].long()
 
 
 def even_windows(text: Tensor, count: int, length: int) -> Tensor:
     """`count` windows of `length` characters spread evenly over the text."""
-    starts = torch.arange(count) * ((len(text) - length) // max(1, count - 1))
-    return _windows(text, starts, length)
-
-
-def _windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
-    return text[starts[:, None] + torch.arange(length)].long()
+    starts = torch.arange(count)[:, None] * ((len(text) - length) // max(1, count - 1))
+    return text[starts + torch.arange(length)].long()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +100,18 @@ SIZES = {
 }
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """The activation of the demo's model."""
+    return F.relu(x).square()
+
+
 class Block(nn.Module):
     """Attention, then an MLP, each on a normalized residual stream."""
 
-    def __init__(self, *, width: int, heads: int) -> None:
+    def __init__(self, *, width: int, heads: int, activation: Callable[[Tensor], Tensor] = squared_relu) -> None:
         super().__init__()
         self.heads = heads
+        self.activation = activation
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -125,7 +126,7 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, time, width))
-        y: Tensor = x + self.down(F.relu(self.up(self.norm2(x))).square())
+        y: Tensor = x + self.down(self.activation(self.up(self.norm2(x))))
         return y
 
 
@@ -140,17 +141,13 @@ class Transformer(nn.Module):
         self.blocks = nn.Sequential(*[Block(width=shape.width, heads=shape.heads) for _ in range(shape.layers)])
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, symbols)
-        self._draw(generator)
-
-    @torch.no_grad()
-    def _draw(self, generator: torch.Generator) -> None:
         for name, p in self.named_parameters():
             if p.dim() < 2:
-                p.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+                nn.init.constant_(p, 1.0 if "norm" in name and name.endswith("weight") else 0.0)
             else:
                 # GPT-2's rule: layers that write to the residual stream start smaller, by the number of writers.
                 writes = name.endswith(("out.weight", "down.weight"))
-                p.normal_(0.0, 0.02 / (2 * self.shape.layers) ** 0.5 if writes else 0.02, generator=generator)
+                nn.init.normal_(p, 0.0, 0.02 / (2 * shape.layers) ** 0.5 if writes else 0.02, generator=generator)
 
     def forward(self, symbols: Tensor) -> Tensor:
         """`symbols` is [batch, time] with time at most `shape.context`; the result is [batch, time, symbols]."""

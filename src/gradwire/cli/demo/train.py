@@ -80,6 +80,7 @@ def train(job: DemoJob, group: Group, watch: Watch) -> Trained:
     replica.detach()
     # Rank 0 generates text after the last collective, so that no rank waits for it.
     held_out_loss, prints = _examine(group, model, corpus.held_out), fingerprints(group, parameters)
+    drawn = torch.Generator().manual_seed(job.seed)
     return Trained(
         parameters=sum(p.numel() for p in parameters),
         first_loss=losses[0],
@@ -88,7 +89,7 @@ def train(job: DemoJob, group: Group, watch: Watch) -> Trained:
         unigram_entropy=corpus.unigram_entropy(),
         seconds=seconds,
         tokens=_tokens_per_step(job, group) * job.steps,
-        sample=_sample_text(model, job.seed) if group.rank == 0 else "",
+        sample=decode(model.continue_text(encode(_PROMPT).long(), _SAMPLE, drawn)) if group.rank == 0 else "",
         fingerprints=prints,
     )
 
@@ -136,10 +137,6 @@ def _examine(group: Group, model: Transformer, text: Tensor) -> float:
     loss = model.loss(windows[group.rank :: group.size])
     group.all_reduce(loss, ReduceOp.AVG, label="held-out loss")
     return loss.item()
-
-
-def _sample_text(model: Transformer, seed: int) -> str:
-    return decode(model.continue_text(encode(_PROMPT).long(), _SAMPLE, torch.Generator().manual_seed(seed)))
 
 
 def _tokens_per_step(job: DemoJob, group: Group) -> int:

@@ -7,8 +7,6 @@ from typing import Any
 
 from gradwire.cli.arguments import at_least
 
-_LIMIT = 120
-
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
     """Declare `gradwire doctor` and its options."""
@@ -19,25 +17,17 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         epilog="Several hosts: start it on each, e.g. torchrun --nnodes 2 --nproc-per-node 1 ... -m gradwire doctor --hosts",
     )
     add = parser.add_argument
-    add(
-        "--hosts",
-        action="store_true",
-        help="examine all hosts of a job that torchrun, mpirun or srun started, and their links",
-    )
+    hosts = "examine all hosts of a job that torchrun, mpirun or srun started, and their links"
+    add("--hosts", action="store_true", help=hosts)
     add("--quick", action="store_true", help="start no ranks and measure nothing")
     add("--json", action="store_true", help="print all findings as JSON")
-    add(
-        "--timeout",
-        type=at_least(1),
-        default=_LIMIT,
-        metavar="SECONDS",
-        help="how long a measurement may take (default: %(default)s)",
-    )
+    timeout = "how long a measurement may take (default: %(default)s)"
+    add("--timeout", type=at_least(1), default=120, metavar="SECONDS", help=timeout)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Examine, show, and return 1 if there is a problem."""
-    from gradwire.cli.doctor import command  # which imports torch
+    from gradwire.cli.doctor import examination  # which imports torch
 
-    return command.run(args)
+    return examination.run(args)

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from gradwire.cli.doctor.examine import HostFinding, Level
+from gradwire.cli.doctor.host_checks import HostFinding, Level
 from gradwire.groups import Group
 from gradwire.observe.units import duration
 
@@ -52,69 +52,50 @@ def _rate(bandwidth: float) -> str:
 
 def measure(group: Group, ranks: Sequence[int]) -> list[LinkSpeed]:
     """Measure every pair of `ranks`, one after another; the same result on every rank of `group`, all of which call it."""
-    mine = [_pair(group, a, b) for a, b in combinations(ranks, 2)]
     found = []
-    for (a, b), times in zip(combinations(ranks, 2), mine):
-        shared = torch.tensor(times, dtype=torch.float64)
-        group.broadcast(shared, a, label=f"link {a}-{b}")
-        found.append(LinkSpeed(a, b, *shared.tolist()))
+    for a, b in combinations(ranks, 2):
+        times = torch.zeros(2, dtype=torch.float64)
+        if group.rank == a:
+            times = torch.tensor(_lead(group, b), dtype=torch.float64)
+        elif group.rank == b:
+            _answer(group, a)
+        group.broadcast(times, a, label=f"link {a}-{b}")  # the other ranks wait here, and send nothing meanwhile
+        found.append(LinkSpeed(a, b, *times.tolist()))
     return found
 
 
-def _pair(group: Group, a: int, b: int) -> tuple[float, float]:
-    """Latency and bandwidth, as `a` measured them; zeros elsewhere. The others wait at the barrier and send nothing."""
-    result = 0.0, 0.0
-    if group.rank == a:
-        result = _lead(group, b)
-    elif group.rank == b:
-        _answer(group, a)
-    group.barrier(label=f"link {a}-{b} measured")
-    return result
-
-
 def _lead(group: Group, peer: int) -> tuple[float, float]:
-    small, large, count = _buffers()
+    """Latency and bandwidth to `peer`, which calls `_answer`."""
+    small, large = torch.zeros(1, dtype=torch.int64), torch.zeros(_MESSAGE, dtype=torch.uint8)
     trips = []
     for _ in range(_ROUND_TRIPS):
         began = time.perf_counter()
         group.send(small, peer, label="ping")
         group.recv(small, peer, label="pong")
         trips.append(time.perf_counter() - began)
-    one = _stream(group, peer, large, count, 1)
-    many = max(1, min(_MOST, int(_SECONDS / one)))
-    seconds = _stream(group, peer, large, count, many)
-    return median(trips) / 2, many * _MESSAGE / seconds
-
-
-def _stream(group: Group, peer: int, large: torch.Tensor, count: torch.Tensor, many: int) -> float:
-    """Seconds until `peer` has received `many` large messages."""
-    group.send(count.fill_(many), peer, label="how many messages follow")
-    began = time.perf_counter()
-    for _ in range(many):
-        group.send(large, peer, label="large message")
-    group.recv(count, peer, label="all received")
-    return time.perf_counter() - began
-
-
-def _buffers() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A small message, a large one, and a count."""
-    return (
-        torch.zeros(1, dtype=torch.int64),
-        torch.zeros(_MESSAGE, dtype=torch.uint8),
-        torch.zeros(1, dtype=torch.int64),
-    )
+    many, bandwidth = 1, 0.0
+    for _ in range(2):
+        group.send(small.fill_(many), peer, label="how many messages follow")
+        began = time.perf_counter()
+        for _ in range(many):
+            group.send(large, peer, label="large message")
+        group.recv(small, peer, label="all received")
+        seconds = time.perf_counter() - began
+        bandwidth = many * _MESSAGE / seconds
+        many = max(1, min(_MOST, int(_SECONDS / seconds)))
+    return median(trips) / 2, bandwidth
 
 
 def _answer(group: Group, peer: int) -> None:
-    small, large, count = _buffers()
+    small, large = torch.zeros(1, dtype=torch.int64), torch.zeros(_MESSAGE, dtype=torch.uint8)
     for _ in range(_ROUND_TRIPS):
         group.recv(small, peer, label="ping")
         group.send(small, peer, label="pong")
     for _ in range(2):
-        group.recv(count, peer, label="how many messages follow")
-        for _ in range(int(count)):
+        group.recv(small, peer, label="how many messages follow")
+        for _ in range(int(small)):
             group.recv(large, peer, label="large message")
-        group.send(count, peer, label="all received")
+        group.send(small, peer, label="all received")
 
 
 def judge(links: Sequence[LinkSpeed], names: Sequence[str]) -> Iterator[HostFinding]:

@@ -8,20 +8,19 @@ import pytest
 from rich.console import Console
 
 from gradwire.cli import main
-from gradwire.cli.demo.compare import VARIANTS, RankTimes, reservations, table
+from gradwire.cli.demo.compare import VARIANTS, Times, table
 from gradwire.observe.rings.runs import runs_directory
 
 
-def times(*seconds: float, processor: float = 5.0, machine: float = 10.0) -> RankTimes:
-    """Of a rank that was at work for 10 s on a machine with two cores."""
-    nbytes = (0.0, 0.0, 466e3, 233e3, 466e3, 118e3)
-    return RankTimes(seconds or (1.0,) * 6, nbytes, elapsed=10.0, processor=processor, machine=machine)
+def shown(times: list[Times], **machine: float) -> list[str]:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table(100.0, times, **{"load": 2.0, "cores": 2, **machine}))
+    return console.file.getvalue().splitlines()
 
 
 def test_factors_are_relative_to_torch_on_the_same_link():
-    console = Console(file=io.StringIO(), width=80)
-    console.print(table(100.0, [times(0.010, 0.008, 0.040, 0.032, 0.039, 0.016), times(0.009, *(0.007,) * 5)]))
-    lines = console.file.getvalue().splitlines()
+    nbytes = [0.0, 0.0, 466e3, 233e3, 466e3, 118e3]
+    lines = shown([([0.010, 0.008, 0.040, 0.032, 0.039, 0.016], nbytes), ([0.007] * 6, nbytes)])
     assert all(len(line) <= 80 for line in lines)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
     assert rows == [
@@ -36,12 +35,11 @@ def test_factors_are_relative_to_torch_on_the_same_link():
     ]
 
 
-def test_a_busy_machine_is_named_with_what_it_means():
-    assert reservations([times(), times()], cores=2) == []
-    [line] = reservations([times(machine=25.0), times(machine=25.0)], cores=2)
-    assert line.startswith("The machine was busy: other programs used 1.5 of 2 cores meanwhile, and ranks waited")
-    [line] = reservations([times(processor=2.5)] * 4, cores=2)
-    assert line == "4 ranks share 2 cores: times depend on the scheduler more than on either DDP."
+def test_a_busy_machine_and_too_few_cores_are_named():
+    two = [([1.0] * 6, [0.0] * 6)] * 2
+    assert shown(two)[-1].startswith("Median of 40 steps")
+    assert shown(two, load=3.5)[-1].startswith("The machine was busy (load 3.5 on 2 cores)")
+    assert shown(two * 2)[-1].startswith("4 ranks share 2 cores: times depend on the scheduler")
 
 
 def test_the_demo_trains_compares_and_writes_a_page(capfd, monkeypatch, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.cli.demo.command import progress
+from gradwire.cli.demo.session import progress
 
 
 def show(rank: int, steps: int, ranks: int = 2) -> None:

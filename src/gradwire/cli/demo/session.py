@@ -10,7 +10,7 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import mean
 
@@ -47,7 +47,10 @@ def run(args: Namespace) -> int:
         raise UsageError(f"gradwire demo --svg {args.svg}: no file can be written there. Name another.")
     ranks = args.ranks or _cores()
     job = DemoJob(size=args.size, steps=args.steps, batch_size=args.batch_size, seed=args.seed)
-    directory = _new_run() if find_kind(args.kind, who="gradwire demo").ranks is not Ranks.THREADS else None
+    directory = None
+    if find_kind(args.kind, who="gradwire demo").ranks is not Ranks.THREADS:
+        with suppress(OSError):  # the demo does not depend on being recorded
+            directory = new_run(runs_directory(os.environ), "demo")
     # Rank processes take seconds to import torch; show what is happening.
     print(f"starting {ranks} ranks ({args.kind}): {job.size} model, {job.steps} steps", flush=True)
     trained = _run_world(job, ranks, kind=args.kind, timeout=args.timeout, directory=directory)
@@ -66,14 +69,6 @@ def run(args: Namespace) -> int:
     for line in lines:
         console.print(line, soft_wrap=True)  # one line, whatever the width: scripts parse it
     return 0 if trained[0].replicas_equal else 1
-
-
-def _new_run() -> Path | None:
-    """Where the ranks are recorded; None if that cannot be made: the demo does not depend on it."""
-    try:
-        return new_run(runs_directory(os.environ), "demo")
-    except OSError:
-        return None
 
 
 def _write_report(directory: Path) -> Text:
@@ -105,20 +100,11 @@ def _rank_main(job: DemoJob, threads: int, directory: Path | None, group: Group)
     # oneDNN writes every kernel that it makes to /tmp/perf-PID.map, for profilers, and leaves the file there.
     os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
     torch.set_num_threads(threads)  # ranks share the cores; torch would use all of them in each
-    with progress(group.rank, group.size, job.steps) as watch, _recorded(directory, group):
+    with progress(group.rank, group.size, job.steps) as watch, ExitStack() as stack:
+        if directory is not None:
+            observe.start(directory, rank=group.rank, size=group.size)
+            stack.callback(observe.stop)
         return train(job, group, watch)
-
-
-@contextmanager
-def _recorded(directory: Path | None, group: Group) -> Iterator[None]:
-    if directory is None:
-        yield
-        return
-    observe.start(directory, rank=group.rank, size=group.size)
-    try:
-        yield
-    finally:
-        observe.stop()
 
 
 def _cores() -> int:

@@ -12,15 +12,15 @@ import pytest
 from rich.console import Console
 
 from gradwire.cli import main
-from gradwire.cli.doctor.command import Examination
-from gradwire.cli.doctor.examine import HostFinding, Level
+from gradwire.cli.doctor.examination import Examination, RankReport, _meet, compare, show
+from gradwire.cli.doctor.host_checks import HostFinding, Level
 from gradwire.cli.doctor.link_speed import LinkSpeed, judge, measure
 from gradwire.testing import run_ranks
 
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch):
-    for name in (
+    for name in [
         "RANK",
         "WORLD_SIZE",
         "LOCAL_RANK",
@@ -28,7 +28,7 @@ def no_settings(monkeypatch):
         "MASTER_ADDR",
         "MASTER_PORT",
         "GLOO_SOCKET_IFNAME",
-    ):
+    ]:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -99,7 +99,7 @@ def test_lines_fit_a_terminal_and_are_whole_in_a_file():
     shown = {}
     for terminal in (True, False):
         console = Console(force_terminal=terminal, no_color=True, width=80, file=io.StringIO(), highlight=False)
-        Examination({"host": [long]}).show(console)
+        show(console, Examination({"host": [long]}))
         shown[terminal] = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue()).splitlines()
     assert max(map(len, shown[True])) <= 80
     assert " ".join(shown[True]).split().count("word39") == 2
@@ -122,3 +122,24 @@ def test_links_are_judged():
     assert found == HostFinding("links", "a - b", "100 µs, 80 Mbit/s", Level.NOTE, found.fix)
     assert "hook" in found.fix
     assert list(judge([], [])) == []
+
+
+def test_hosts_must_agree():
+    same = {"gradwire": "0.1.0", "torch": "2.13.0"}
+    assert {one.level for one in compare({"a": same, "b": same})} == {Level.OK}
+    [wrong] = [one for one in compare({"a": same, "b": same | {"torch": "2.12.0"}, "c": same}) if one.fix]
+    assert (wrong.name, wrong.value, wrong.level) == ("torch", "2.13.0 on a, c; 2.12.0 on b", Level.PROBLEM)
+    assert "same torch" in wrong.fix
+
+
+def meet(group):
+    host = f"host{group.rank // 2}"
+    finding = HostFinding("limits", "open files", str(group.rank))
+    return _meet(group, RankReport(host, host, {"torch": "2.13.0"}, [finding]))
+
+
+def test_rank_0_gets_the_findings_of_all_hosts_and_their_links():
+    found, *others = run_ranks(meet, 4, kind="threads")
+    assert others == [None] * 3
+    assert {host: findings[0].value for host, findings in found.hosts.items()} == {"host0": "0", "host1": "2"}
+    assert [(one.area, one.name) for one in found.together] == [("hosts", "torch"), ("links", "host0 - host1")]
