@@ -16,20 +16,21 @@ from dataclasses import replace
 from gradwire.collectives import Collective
 from gradwire.collectives.matching import comparable, decode, encode, mismatch
 from gradwire.errors import CollectiveMismatch
-from gradwire.groups.shared_memory.board import DIGEST, Board
-from gradwire.groups.shared_memory.views import CACHED, Cache, Views
+from gradwire.groups.shared_memory.board import CACHED, DIGEST, Board, Cache
 
 Steps = Generator[int, None, None]
 """Yields how many signals every rank must have given before it goes on."""
 
 
-class Agreement:
-    """What one rank announces, and how it compares that with the announcements of the others."""
+class AnnouncedPrograms:
+    """Programs of one rank of one group that begin with an announcement, and how ranks compare what they have announced."""
 
-    def __init__(self, name: str, board: Board, views: Views) -> None:
+    def __init__(self, name: str, board: Board) -> None:
         self.name = name
         self.board = board
-        self._memory = views.memory
+        self.rank = board.rank
+        self.size = board.size
+        self._plan = board.plan
         self._digests: Cache[tuple[object, ...], bytes] = Cache(CACHED)
 
     def digest(self, op: Collective) -> bytes:
@@ -51,19 +52,19 @@ class Agreement:
 
     def check(self, op: Collective, digest: bytes) -> Steps:
         """All ranks have announced: raise unless it is the same collective."""
-        if not self.board.agreed(self.board.turn, digest * self.board.size):
+        if not self.board.agreed(self.board.turn, digest * self.size):
             yield from self.compare(op)
 
     def compare(self, op: Collective) -> Steps:
         """Ranks have announced different collectives: exchange their descriptions, and raise."""
-        board, memory, plan = self.board, self._memory, self.board.plan
+        memory, plan = self.board.memory, self._plan
         described = encode(op.signature, limit=plan.chunk - 8)
         described = len(described).to_bytes(8, "little") + described
-        offset = plan.buffer(board.rank, 0)
+        offset = plan.buffer(self.rank, 0)
         memory[offset : offset + len(described)] = described
-        yield board.signal()
+        yield self.board.signal()
         signatures = []
-        for rank in range(board.size):
+        for rank in range(self.size):
             offset = plan.buffer(rank, 0)
             length = int.from_bytes(memory[offset : offset + 8], "little")
             signatures.append(decode(bytes(memory[offset + 8 : offset + 8 + length]), rank=rank))
@@ -73,14 +74,10 @@ class Agreement:
             ops=dict(enumerate(signatures)),
         )
 
-
-class AnnouncedPrograms:
-    """What programs that begin with an announcement work on, on one rank of one group."""
-
-    def __init__(self, board: Board, views: Views, agreement: Agreement) -> None:
-        self.board = board
-        self.rank = board.rank
-        self.size = board.size
-        self._plan = board.plan
-        self._views = views
-        self._agreement = agreement
+    def counted(self, steps: Steps) -> Steps:
+        """`steps`, which carry out one collective: it counts as done however they end."""
+        turn = self.board.turn
+        try:
+            yield from steps
+        finally:
+            self.board.turn = turn + 1

@@ -3,14 +3,12 @@
 Note [One pass]
 An all-reduce of tensors that lie in the heaps of all ranks: each rank reduces its share of the elements over all ranks'
 tensors and writes the result into all of them, block by block, so that what was just computed is still in the cache when it is
-written. Every byte is read once and written once. The sum runs in rank order, so results are the same bits on every rank and in
-every run.
+written. The sum runs in rank order, so results are the same bits on every rank and in every run.
 
 Note [When loops are compiled]
-Where numba is installed, a sum or mean in one pass is a compiled loop: see `loops.py`. Loading numba takes about a second. Within
-an operation that would be a second in which a peer's deadline runs, and in which a rank's death is not noticed. So it is done
-when memory is allocated, which happens before training, and only for a block of a mebibyte or more: a program that reduces small
-tensors never pays. Ranks need not agree on it. Both ways give the same bits.
+Where numba is installed, a sum or mean in one pass is a compiled loop: see `loops.py`. Loading numba takes about a second, in
+which a peer's deadline would run and a rank's death would not be noticed. So it is done when memory is allocated, which happens
+before training, and only for a block of a mebibyte or more. Ranks need not agree on it: both ways give the same bits.
 
 Note [Three buffers]
 An all-reduce of ordinary memory goes through the staging buffers in chunks, and each chunk in two halves: "in" (what the others
@@ -19,9 +17,9 @@ it waits for the others' chunk k, so that a slow rank does not hold up a fast on
 every rank signal "reduced" of chunk k - 1, which each did after copying out chunk k - 2, the one that was in that buffer before.
 
 Note [Plain sums]
-A sum of a few numbers costs what Python costs. So sums of plain tensors have programs with as little of it as possible: numpy
-and memmove in place of torch (a third of the time per call, and the same sums bit by bit), one generator, nothing checked twice.
-They write what the general program writes, and signal when it signals.
+A sum of a few numbers costs what Python costs. So small sums of plain tensors have a program with as little of it as possible:
+numpy and memmove in place of torch (a third of the time per call, and the same sums bit by bit), one generator, nothing checked
+twice. It writes what the general program writes, and signals when that signals.
 """
 
 from __future__ import annotations
@@ -35,10 +33,9 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.lower import flat
-from gradwire.groups.shared_memory.agreement import Agreement, AnnouncedPrograms, Steps
-from gradwire.groups.shared_memory.board import BUFFERS, DIGEST, SMALL, Board
+from gradwire.groups.shared_memory.agreement import AnnouncedPrograms, Steps
+from gradwire.groups.shared_memory.board import BUFFERS, CACHED, DIGEST, SMALL, Board, Cache
 from gradwire.groups.shared_memory.fold import SUMMED, CompiledFold, Fold, Piece, combine, divide, without_warnings
-from gradwire.groups.shared_memory.views import CACHED, Cache, Views
 
 COMPILED = 1 << 20
 """Bytes of heap memory from which sums in it are worth a compiled loop."""
@@ -49,13 +46,13 @@ _ALL_REDUCE, _SUM, _AVG = OpKind.ALL_REDUCE, ReduceOp.SUM, ReduceOp.AVG
 class AllReduce(AnnouncedPrograms):
     """The all-reduce of one rank of one group."""
 
-    def __init__(self, board: Board, views: Views, agreement: Agreement) -> None:
-        super().__init__(board, views, agreement)
+    def __init__(self, name: str, board: Board) -> None:
+        super().__init__(name, board)
         self._blocks: Cache[tuple[object, ...], list[list[Piece]]] = Cache(CACHED // 16)
         self._slots: Cache[tuple[object, ...], tuple[bytes, list[np.ndarray[Any, Any]], int]] = Cache(
             CACHED // self.size
         )
-        self._small = [views.address + self._plan.small(self.rank, turn) for turn in (0, 1)]
+        self._small = [board.address + self._plan.small(self.rank, turn) for turn in (0, 1)]
         self._call = without_warnings()
         self._prepared: set[torch.dtype] = set()
         self.compiled: dict[tuple[ReduceOp, torch.dtype], Fold] = {}
@@ -75,17 +72,16 @@ class AllReduce(AnnouncedPrograms):
         t = flat(op.inputs[0])
         reduce_op = op.reduce_op
         assert reduce_op is not None
-        nbytes, turn, plan, agreement = t.nbytes, self.board.turn, self._plan, self._agreement
+        nbytes, turn, plan, view = t.nbytes, self.board.turn, self._plan, self.board.tensor
         if nbytes <= SMALL:
-            dtype, view = t.dtype, self._views.tensor
-            view(plan.small(self.rank, turn), nbytes, dtype).copy_(t)
-            yield agreement.announce(digest, None)
-            yield from agreement.check(whole, digest)
-            combine(reduce_op, [view(plan.small(r, turn), nbytes, dtype) for r in range(self.size)], t)
+            view(plan.small(self.rank, turn), nbytes, t.dtype).copy_(t)
+            yield self.announce(digest, None)
+            yield from self.check(whole, digest)
+            combine(reduce_op, [view(plan.small(r, turn), nbytes, t.dtype) for r in range(self.size)], t)
             return
-        offset = self._views.offset_in_heap(t)
-        yield agreement.announce(digest, [(offset, nbytes)], hold=offset >= 0)
-        yield from agreement.check(whole, digest)
+        offset = self.board.offset_in_heap(t)
+        yield self.announce(digest, [(offset, nbytes)], hold=offset >= 0)
+        yield from self.check(whole, digest)
         yield from self._large(t, Fold.of(reduce_op, t.dtype))
 
     # -- the fast path: see Note [Plain sums] ---------------------------------------------------------------------------
@@ -102,7 +98,9 @@ class AllReduce(AnnouncedPrograms):
         if not t.is_contiguous() or t.is_neg():
             return None
         nbytes = t.numel() * t.element_size()
-        return self._small_sum(op, t, nbytes) if nbytes <= SMALL else self._large_sum(op, t, nbytes)
+        return (
+            self._small_sum(op, t, nbytes) if nbytes <= SMALL else self.counted(self.general(op, op, self.digest(op)))
+        )
 
     def _small_sum(self, op: Collective, t: Tensor, nbytes: int) -> Steps:
         board = self.board
@@ -114,7 +112,7 @@ class AllReduce(AnnouncedPrograms):
             board.announce(turn, digests[:DIGEST])
             yield board.signal()
             if not board.agreed(turn, digests):
-                yield from self._agreement.compare(op)
+                yield from self.compare(op)
             if others:
                 call = self._call
                 call(np.add, first, others[0], total)
@@ -131,22 +129,9 @@ class AllReduce(AnnouncedPrograms):
         t = op.inputs[0]
         dtype = SUMMED[t.dtype]
         offsets = [self._plan.small(rank, self.board.turn) for rank in range(self.size)]
-        slots = [np.frombuffer(self._views.memory, dtype, t.numel(), offset) for offset in offsets]
+        slots = [np.frombuffer(self.board.memory, dtype, t.numel(), offset) for offset in offsets]
         total = np.empty(t.numel(), dtype)
-        return self._slots.keep(key, (self._agreement.digest(op) * self.size, [*slots, total], total.ctypes.data))
-
-    def _large_sum(self, op: Collective, t: Tensor, nbytes: int) -> Steps:
-        board, agreement = self.board, self._agreement
-        turn = board.turn
-        try:
-            digest = agreement.digest(op)
-            offset = self._views.offset_in_heap(t)
-            yield agreement.announce(digest, [(offset, nbytes)], hold=offset >= 0)
-            if not board.agreed(turn, digest * self.size):
-                yield from agreement.compare(op)
-            yield from self._large(t, Fold.of(op.reduce_op or _SUM, t.dtype))
-        finally:
-            board.turn = turn + 1
+        return self._slots.keep(key, (self.digest(op) * self.size, [*slots, total], total.ctypes.data))
 
     # -- large tensors ---------------------------------------------------------------------------------------------------
 
@@ -176,14 +161,15 @@ class AllReduce(AnnouncedPrograms):
 
     def _piece(self, offset: int, nbytes: int, fold: Fold) -> Piece:
         """The segment's bytes from `offset`, as what `fold` works on."""
-        if fold.array is None:
-            return self._views.tensor(offset, nbytes, fold.dtype)
-        return self._views.array(offset, nbytes, fold.array)
+        board = self.board
+        return (
+            board.tensor(offset, nbytes, fold.dtype) if fold.array is None else board.array(offset, nbytes, fold.array)
+        )
 
     def _in_chunks(self, t: Tensor, fold: Fold) -> Steps:
         """See Note [Three buffers]."""
         rank, size, nbytes, item = self.rank, self.size, t.nbytes, t.element_size()
-        signal, address = self.board.signal, self._views.address
+        signal, address = self.board.signal, self.board.address
         source = t.data_ptr()
         whole: Piece = t if fold.array is None else t.numpy()
         places = [[self._plan.buffer(r, number) for number in range(BUFFERS)] for r in range(size)]

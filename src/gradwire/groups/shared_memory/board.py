@@ -1,17 +1,26 @@
-"""The board: shared words of the segment in which each rank publishes its progress, its state and where its data lies.
+"""The board: one rank's access to the segment, in which each rank publishes its progress, its state and where its data lies.
 
-    header | per rank: signals, state, recoveries | wait queue | failure records | tables | message slots | staging | heaps
+    per rank: signals, state, recoveries, pid | wait queue | failure records | tables | message slots | staging | heaps
 
 Every word has one writer, the rank it belongs to; only sleep flags are cleared by others. `sync.py` argues why that is enough.
 """
 
 from __future__ import annotations
 
+import functools
 import struct
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from gradwire.groups.shared_memory.segment import PAGE, Segment
 from gradwire.groups.shared_memory.sync import Fence, Sleep, WaitQueue
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 ABSENT, HERE, LEFT, FAILED = range(4)
 """The state that a rank publishes."""
@@ -37,12 +46,29 @@ SMALLEST_CHUNK = 32 << 10
 BUFFERS = 3
 """Staging buffers per rank: see Note [Three buffers] in all_reduce.py."""
 
-
 DIGEST = 16
 """Bytes of a digest of what a collective is."""
 
+CACHED = 4096
+"""Views of the segment that are kept for the next time they are needed."""
+
 _TABLE = struct.Struct("<QQ")  # hold, number of parts
 _PART = struct.Struct("<qq")  # offset, bytes
+
+
+class Cache(dict[K, V]):
+    """A dict that is emptied when it is full. Lookups are the dict's own and cost no Python call."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def keep(self, key: K, value: V) -> V:
+        """Add an entry, and return its value."""
+        if len(self) >= self.limit:
+            self.clear()
+        self[key] = value
+        return value
 
 
 def _pages(nbytes: int) -> int:
@@ -57,7 +83,7 @@ class SegmentPlan:
         self.nbytes = nbytes
         self.chunk = chunk
         # Four rows of one u64 per rank, side by side, so that one call reads a row.
-        self.signals = PAGE
+        self.signals = 0
         self.states = self.signals + size * 8
         self.recoveries = self.states + size * 8
         self.pids = self.recoveries + size * 8
@@ -110,8 +136,22 @@ class Board:
         self.plan = plan
         self.rank = rank
         self.size = plan.size
-        self._memory = segment.memory
-        view = segment.view
+        self.memory, self.address, view = segment.memory, segment.address, segment.view
+        with torch.inference_mode(False):
+            self.whole = whole = torch.frombuffer(segment.memory, dtype=torch.uint8)
+        self._heap = range(plan.heap(rank), plan.heap(rank) + plan.heap_stride)
+
+        @functools.lru_cache(CACHED)
+        def tensor(offset: int, nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+            with torch.inference_mode(False):  # it is kept for callers that may not be in this one's mode
+                return whole[offset : offset + nbytes].view(dtype)
+
+        @functools.lru_cache(CACHED)
+        def array(offset: int, nbytes: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+            return np.frombuffer(segment.memory, dtype, nbytes // dtype.itemsize, offset)
+
+        self.tensor, self.array = tensor, array
+        """The segment's bytes from an offset, as a flat tensor or array."""
 
         def words(offset: int) -> memoryview:
             return view[offset : offset + plan.size * 8].cast("Q")
@@ -133,7 +173,7 @@ class Board:
         """Publish everything written so far: raise this rank's counter and wake the ranks that wait for it. Returns the counter."""
         self.signaled = signaled = self.signaled + 1
         fence = self.fence
-        fence.release()
+        fence.release()  # not fence(), whose call takes as long as the fence
         fence.acquire()
         self.signals[self.rank] = signaled
         fence.release()
@@ -146,6 +186,11 @@ class Board:
         self.signaled = self.turn = 0
         self.signals[self.rank] = 0
 
+    def offset_in_heap(self, t: Tensor) -> int:
+        """Where a plain tensor lies in this rank's heap; -1 if it does not."""
+        offset = t.data_ptr() - self.address
+        return offset if offset in self._heap else -1
+
     def behind(self, target: int) -> list[int]:
         """Ranks whose counter is below `target`."""
         return [rank for rank, count in enumerate(self.signals.tolist()) if count < target]
@@ -156,33 +201,31 @@ class Board:
         """Publish this rank's state, with a reason; from any thread."""
         if words:
             text = words.encode(errors="backslashreplace")[: FAILURE_RECORD - 4]
-            struct.pack_into(f"<I{len(text)}s", self._memory, self._words_of(self.rank), len(text), text)
+            offset = self.plan.failure_records + self.rank * FAILURE_RECORD
+            struct.pack_into(f"<I{len(text)}s", self.memory, offset, len(text), text)
         fence = Fence()  # the board's own belongs to the driving thread
         fence()
         self.states[self.rank] = state
         fence()
         self.wait_queue.wake_all()
 
-    def _words_of(self, rank: int) -> int:
-        return self.plan.failure_records + rank * FAILURE_RECORD
-
     def words(self, rank: int) -> str:
         """The reason a rank gave."""
-        offset = self._words_of(rank)
-        (length,) = struct.unpack_from("<I", self._memory, offset)
-        return self._memory[offset + 4 : offset + 4 + min(length, FAILURE_RECORD - 4)].decode(errors="replace")
+        offset = self.plan.failure_records + rank * FAILURE_RECORD
+        (length,) = struct.unpack_from("<I", self.memory, offset)
+        return self.memory[offset + 4 : offset + 4 + min(length, FAILURE_RECORD - 4)].decode(errors="replace")
 
     # -- tables --------------------------------------------------------------------------------------------------------
 
     def announce(self, turn: int, digest: bytes) -> None:
         """Publish what collective number `turn` is."""
         offset = self._digests[turn & 1] + self._my_digest
-        self._memory[offset : offset + DIGEST] = digest
+        self.memory[offset : offset + DIGEST] = digest
 
     def agreed(self, turn: int, digests: bytes) -> bool:
         """Whether all ranks have announced the same for collective number `turn`; `digests` is that, once per rank."""
         offset = self._digests[turn & 1]
-        return self._memory[offset : offset + len(digests)] == digests
+        return self.memory[offset : offset + len(digests)] == digests
 
     def write_table(self, turn: int, parts: list[tuple[int, int]], *, hold: bool) -> None:
         """Publish where each part lies (-1: in the staging buffers) and its length.
@@ -190,19 +233,19 @@ class Board:
         `hold`: parts lie in the caller's memory, which the other ranks must have read before the collective is over.
         """
         offset = self.plan.table(self.rank, turn)
-        _TABLE.pack_into(self._memory, offset, hold, len(parts))
+        _TABLE.pack_into(self.memory, offset, hold, len(parts))
         for i, part in enumerate(parts):
-            _PART.pack_into(self._memory, offset + _TABLE.size + i * _PART.size, *part)
+            _PART.pack_into(self.memory, offset + _TABLE.size + i * _PART.size, *part)
 
     def first_offsets(self, turn: int) -> list[int]:
         """Where the first part of each rank lies, by their tables for collective number `turn`."""
-        return [_PART.unpack_from(self._memory, offset)[0] for offset in self._first_parts[turn & 1]]
+        return [_PART.unpack_from(self.memory, offset)[0] for offset in self._first_parts[turn & 1]]
 
     def read_table(self, rank: int, turn: int) -> RankTable:
         """What `rank` announced for collective number `turn`."""
         offset = self.plan.table(rank, turn)
-        hold, count = _TABLE.unpack_from(self._memory, offset)
-        flat = struct.unpack_from(f"<{2 * count}q", self._memory, offset + _TABLE.size)
+        hold, count = _TABLE.unpack_from(self.memory, offset)
+        flat = struct.unpack_from(f"<{2 * count}q", self.memory, offset + _TABLE.size)
         return RankTable(bool(hold), flat)
 
 

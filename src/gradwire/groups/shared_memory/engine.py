@@ -22,9 +22,13 @@ here and now, and publishes why. The one error that leaves ranks in step is Coll
 last signal.
 
 Note [The last reference]
-Operations in flight keep their group, so the last reference to it may go when one of them is settled: here, in the thread that
-drives. The group's finalizer unmaps the segment. So the thread that takes up an operation keeps the group until it has stopped
-driving.
+Operations in flight keep their group, so the last reference to it may go when one of them is settled, in the thread that drives.
+The group's finalizer unmaps the segment. So the thread that takes up an operation keeps the group until it has stopped driving.
+
+Note [Rounds of recovery]
+Ranks meet twice in a recovery, so the word that counts a rank's meetings is even outside of one. A rank that gives a recovery
+up returns to the even number it started from: the next one then begins at the same place on all ranks, however far each had
+got. A rank that has passed in the meantime sees that this one has failed, and returns.
 """
 
 from __future__ import annotations
@@ -42,11 +46,9 @@ from gradwire.groups.ledger import Arrivals
 from gradwire.groups.shared_memory.agreement import Steps
 from gradwire.groups.shared_memory.board import HERE, LEFT, Board
 from gradwire.groups.shared_memory.diagnosis import CLOSED, Diagnosis, Waiting
-from gradwire.groups.shared_memory.liveness import Pulse
 from gradwire.groups.shared_memory.p2p import Mailbox, MailboxMessage, checks_per_round
 from gradwire.groups.shared_memory.programs import Programs
-from gradwire.groups.shared_memory.recovery import BoardRecovery
-from gradwire.groups.shared_memory.sync import SLICE, pause, spins_before_sleep
+from gradwire.groups.shared_memory.sync import SLICE, Fence, spins_before_sleep
 from gradwire.groups.work import Work
 from gradwire.runtime.host import usable_cores
 
@@ -55,9 +57,7 @@ _THREAD_SPINS = 30
 
 _YIELDS = 800
 """How often a thread then checks, releasing the interpreter lock each time, before it sleeps: one to two milliseconds.
-
-To check one message is one check, and one of a large message several: see `checks_per_round`.
-"""
+See also `checks_per_round`."""
 
 
 class _Current(NamedTuple):
@@ -68,25 +68,23 @@ class _Current(NamedTuple):
     target: int
 
 
-class Engine:
+class SharedMemoryEngine:
     """Drives one rank of one group. Holds no reference to the group: `fail` is a weak one."""
 
     def __init__(
         self,
-        name: str,
         board: Board,
         programs: Programs,
         mailbox: Mailbox,
-        pulse: Pulse,
+        diagnosis: Diagnosis,
         fail: Callable[[BaseException], None],
     ) -> None:
-        self.name = name
+        self.name = diagnosis.name
         self.rank, self.size = board.rank, board.size
         self.board = board
         self.programs = programs
         self.mailbox = mailbox
-        self.diagnosis = Diagnosis(name, board, pulse)
-        self.recovery = BoardRecovery(board, self.diagnosis)
+        self.diagnosis = diagnosis
         self._fail = fail
         self._driving = threading.Lock()
         self._queue: deque[Work] = deque()
@@ -123,9 +121,8 @@ class Engine:
         if self._thread is None:
             with self._starting:
                 if self._thread is None and not self._stopping:
-                    self._thread = threading.Thread(
-                        target=self._serve, name=f"gradwire-shm-{self.name}-{self.rank}", daemon=True
-                    )
+                    name = f"gradwire-shm-{self.name}-{self.rank}"
+                    self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
                     self._thread.start()
         self._submitted.release()
 
@@ -233,7 +230,7 @@ class Engine:
                     os.sched_yield()
                 continue
             if self._yields and spins < patience + _YIELDS:
-                pause()
+                os.sched_yield()  # which frees the interpreter lock meanwhile
                 continue
             spins = 0
             self._check_ranks()
@@ -244,18 +241,10 @@ class Engine:
 
     def _can_move(self) -> bool:
         """For a rank about to sleep: has something changed?"""
-        if self._queue and self._current is None:
+        if self._stopping or self._advance():
             return True
-        if self._new_p2p or self._stopping:
-            return True
-        current = self._current
-        if current is not None and (current.work.settled or min(self.board.signals.tolist()) >= current.target):
-            return True
-        if self.board.states.tolist() != self._all_here and (
-            self.diagnosis.failure(self.waiting()) is not None or self._stranded()[1]
-        ):
-            return True
-        return any(message.step() for message in self._messages)
+        changed = self.board.states.tolist() != self._all_here
+        return changed and (self.diagnosis.failure(self.waiting()) is not None or bool(self._stranded()[1]))
 
     def _advance(self) -> bool:
         """One step of everything that can take one."""
@@ -365,13 +354,15 @@ class Engine:
     # -- after a failure, and at the end -------------------------------------------------------------------------------
 
     def recover(self, timeout: float) -> None:
-        """Meet all ranks, drop what was under way, and count from the beginning."""
+        """Meet all ranks, drop what was under way, count from the beginning, and meet again: see Note [Rounds of recovery]."""
         deadline = time.perf_counter() + timeout
-        self.board.wait_queue.wake(self.rank)
+        board = self.board
+        board.wait_queue.wake(self.rank)
         if not self._driving.acquire(timeout=timeout):
             raise CollectiveTimeout(
                 f"recovery of {self.name} on rank {self.rank}: another thread still drives an operation after {timeout:.3g} s."
             )
+        before, state = board.recoveries[self.rank], board.states[self.rank]
         try:
             self._queue.clear()
             self._new_p2p.clear()
@@ -379,9 +370,46 @@ class Engine:
             if self._current is not None:
                 self._current.steps.close()
                 self._current = None
-            self.recovery.run(deadline, timeout, self.mailbox.start_over)
+            board.fence = Fence()  # Ctrl-C may have hit the old one between its two halves
+            self.meet(deadline, timeout)
+            board.start_over()
+            self.mailbox.start_over()
+            board.set_state(HERE)
+            self.meet(deadline, timeout)
+        except BaseException:
+            board.recoveries[self.rank] = before
+            board.set_state(state)
+            raise
         finally:
             self._driving.release()
+
+    def meet(self, deadline: float, timeout: float) -> None:
+        """A barrier of its own, without signals."""
+        board, diagnosis, nothing = self.board, self.diagnosis, Waiting()
+        target = board.recoveries[self.rank] + 1
+        board.fence()
+        board.recoveries[self.rank] = target
+        board.fence()
+        board.wait_queue.wake_all()
+
+        def all_there() -> bool:
+            return min(board.recoveries.tolist()) >= target
+
+        while not all_there():
+            missing = [r for r, count in enumerate(board.recoveries.tolist()) if count < target]
+            left = next((r for r in missing if r in diagnosis.left()), None)
+            lost = diagnosis.death(nothing) if left is None else diagnosis.lost(left, CLOSED, nothing)
+            if lost is not None:
+                raise lost
+            if time.perf_counter() > deadline:
+                raise CollectiveTimeout(
+                    f"recovery of {self.name} on rank {self.rank}: ranks {missing} have not called recover() within "
+                    f"{timeout:.3g} s. Every rank must call it after a failure.",
+                    joined=[r for r in range(self.size) if r not in missing],
+                    missing=missing,
+                )
+            board.wait_queue.sleep(all_there, board.fence, SLICE)
+        board.fence()
 
     def stop(self, timeout: float = 5.0) -> None:
         """End the thread; leave the board."""
@@ -391,7 +419,6 @@ class Engine:
         self._submitted.release()
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
-        state = self.board.states[self.rank] & 0xFF
-        if state == HERE:
+        if self.board.states[self.rank] & 0xFF == HERE:
             self.board.set_state(LEFT)
         self.diagnosis.pulse.close()

@@ -15,7 +15,7 @@ from gradwire.collectives.lower import as_bytes, flat
 from gradwire.collectives.reference import cut
 from gradwire.errors import CollectiveMismatch, InternalError
 from gradwire.groups.shared_memory.agreement import AnnouncedPrograms, Steps
-from gradwire.groups.shared_memory.board import SMALL, RankTable
+from gradwire.groups.shared_memory.board import SMALL
 from gradwire.groups.shared_memory.fold import combine
 
 
@@ -42,8 +42,8 @@ class ExchangePrograms(AnnouncedPrograms):
         own = brought[0] if len(brought) == 1 else brought[self.rank] if brought else None
         wanted = _Wanted(op, {rank: as_bytes(t) for rank, t in places.items()}, own)
         entries, hold = self._place(brought)
-        yield self._agreement.announce(digest, entries, hold=hold)
-        yield from self._agreement.check(whole, digest)
+        yield self.announce(digest, entries, hold=hold)
+        yield from self.check(whole, digest)
         tables = [self.board.read_table(rank, self.board.turn) for rank in range(self.size)]
         wanted.sources = {rank: tables[rank].part_for(self.rank) for rank in wanted.places}
         wrong = {r: length for r, (_, length) in wanted.sources.items() if length != wanted.places[r].numel()}
@@ -59,9 +59,12 @@ class ExchangePrograms(AnnouncedPrograms):
                 if entries[i][0] < 0 and low < t.numel():
                     window = t[low : low + capacity]
                     at = self._plan.buffer(self.rank, number) + i * capacity
-                    self._views.tensor(at, window.numel()).copy_(window)
+                    self.board.tensor(at, window.numel()).copy_(window)
             yield self.board.signal()
-            self._pull(wanted, low, low + capacity, self._windows(tables, number, capacity))
+            # Where, in this window, each rank has staged what is meant for this one.
+            index = {rank: self.rank if len(table.flat) > 2 else 0 for rank, table in enumerate(tables)}
+            windows = {rank: self._plan.buffer(rank, number) + i * capacity for rank, i in index.items()}
+            self._pull(wanted, low, low + capacity, windows)
             low += capacity
         longest = max((t.numel() for t in wanted.places.values()), default=0)
         if low < longest:  # what did not have to be staged
@@ -70,7 +73,7 @@ class ExchangePrograms(AnnouncedPrograms):
             yield self.board.signal()
         if wrong:
             raise CollectiveMismatch(
-                f"{op} of {self._agreement.name}: rank {self.rank} expects other sizes than it was sent: "
+                f"{op} of {self.name}: rank {self.rank} expects other sizes than it was sent: "
                 + "; ".join(f"{wrong[r]} bytes from rank {r} where there is room for {places[r].nbytes}" for r in wrong)
                 + ". Sizes that ranks expect of each other must agree."
             )
@@ -78,20 +81,15 @@ class ExchangePrograms(AnnouncedPrograms):
     def _place(self, brought: Sequence[Tensor]) -> tuple[list[tuple[int, int]], bool]:
         """Where each part lies (-1: it will be staged), and its length; whether others read any from the caller's memory."""
         if sum(t.nbytes for t in brought) > SMALL:
-            entries = [(self._views.offset_in_heap(t), t.numel()) for t in brought]
+            entries = [(self.board.offset_in_heap(t), t.numel()) for t in brought]
             return entries, any(offset >= 0 for offset, _ in entries)
         entries = []
         at = self._plan.small(self.rank, self.board.turn)
         for t in brought:
-            self._views.tensor(at, t.numel()).copy_(t)
+            self.board.tensor(at, t.numel()).copy_(t)
             entries.append((at, t.numel()))
             at += t.numel()
         return entries, False
-
-    def _windows(self, tables: Sequence[RankTable], number: int, capacity: int) -> dict[int, int]:
-        """Where, in this window, each rank has staged what is meant for this one."""
-        index = {rank: self.rank if len(table.flat) > 2 else 0 for rank, table in enumerate(tables)}
-        return {rank: self._plan.buffer(rank, number) + i * capacity for rank, i in index.items()}
 
     def _pull(self, wanted: _Wanted, low: int, high: int, windows: dict[int, int]) -> None:
         """Fetch bytes `low` to `high` of what is wanted of each rank."""
@@ -105,7 +103,7 @@ class ExchangePrograms(AnnouncedPrograms):
                 pieces[rank] = wanted.own[low:end]
             else:
                 at = offset + low if offset >= 0 else windows[rank]
-                pieces[rank] = self._views.whole[at : at + end - low]
+                pieces[rank] = self.board.whole[at : at + end - low]
         if pieces and wanted.op.kind.reduces:
             self._reduce(wanted, low, pieces)
             return
@@ -128,6 +126,8 @@ class ExchangePrograms(AnnouncedPrograms):
     def _parts(self, op: Collective) -> tuple[list[Tensor], dict[int, Tensor]]:
         """What this rank brings (one part for all, or one per rank), and where each rank's data goes."""
         kind, ranks = op.kind, range(self.size)
+        if kind is OpKind.BARRIER:
+            return [], {}
         if kind is OpKind.BROADCAST:
             at_root = self.rank == op.root
             return [op.inputs[0]] if at_root else [], {} if at_root else {op.root or 0: op.outputs[0]}

@@ -36,30 +36,25 @@ _SIMPLE = frozenset({
 """Dtypes that are reduced as they are; the others as the reference does it, in a wider one."""
 
 
-def divide(array: np.ndarray[Any, Any], count: int, call: Callable[..., Any] = lambda fn, *args: fn(*args)) -> None:
-    """In place; by a power of two as a product, which is faster and rounds to the same bits. `call` may be `without_warnings()`."""
+Call = Callable[..., Any]
+
+
+def without_warnings() -> Call:
+    """`call(fn, *args)` that suppresses numpy's floating-point warnings: infinities are the caller's business, as with torch.
+
+    Not for two threads at a time. It is a context in which numpy's state was set once: `np.errstate` takes longer than a small sum.
+    """
+    context = contextvars.Context()
+    context.run(np.seterr, all="ignore")
+    return context.run
+
+
+def divide(array: np.ndarray[Any, Any], count: int, call: Call) -> None:
+    """In place; by a power of two as a product, which is faster and rounds to the same bits."""
     if count & (count - 1):
         call(np.divide, array, count, array)
     else:
         call(np.multiply, array, 1.0 / count, array)
-
-
-def without_warnings() -> Callable[..., Any]:
-    """`call(fn, *args)` that suppresses numpy's floating-point warnings: infinities are the caller's business, as with torch.
-
-    Not for two threads at a time. `np.errstate` takes longer than a small sum; numpy 2 has its state in a context variable, and a
-    context in which that was set once does the same in a tenth of the time.
-    """
-    if int(np.__version__.partition(".")[0]) < 2:
-
-        def call(fn: Callable[..., Any], *args: Any) -> Any:
-            with np.errstate(all="ignore"):
-                return fn(*args)
-
-        return call
-    context = contextvars.Context()
-    context.run(np.seterr, all="ignore")
-    return context.run
 
 
 Piece = Any
@@ -91,12 +86,12 @@ class Fold:
         if len(pieces) == 1:
             out[:] = pieces[0]
             return
-        with np.errstate(all="ignore"):  # infinities are the caller's business: torch does not warn of them either
-            np.add(pieces[0], pieces[1], out)
-            for piece in pieces[2:]:
-                np.add(out, piece, out)
-            if self.op is _AVG:
-                divide(out, len(pieces))
+        call = without_warnings()
+        call(np.add, pieces[0], pieces[1], out)
+        for piece in pieces[2:]:
+            call(np.add, out, piece, out)
+        if self.op is _AVG:
+            divide(out, len(pieces), call)
 
     def everywhere(self, pieces: Sequence[Piece]) -> None:
         """Fold, in rank order, into every one of the pieces, which do not overlap."""
@@ -118,16 +113,11 @@ class CompiledFold(Fold):
 
     @classmethod
     def find(cls, op: ReduceOp, dtype: torch.dtype, size: int) -> CompiledFold | None:
-        """The one for `size` ranks, ready to run; None where there is no numba, or no loop.
-
-        The first time it loads numba, which takes about a second, and compiles, which takes another unless it has been done on this
-        machine before. So call it where no rank waits.
-        """
-        if size < 2 or (op is not _SUM and op is not _AVG) or (dtype not in SUMMED and dtype is not torch.bfloat16):
-            return None
-        if op is _AVG and not dtype.is_floating_point:
-            return None
-        if loops.add_all.compiled() is None:
+        """The one for `size` ranks, ready to run; None where there is no numba, or no loop. Loads numba and compiles, which takes
+        a second or two the first time: call it where no rank waits."""
+        known = dtype in SUMMED or dtype is torch.bfloat16
+        takes = op is _SUM or (op is _AVG and dtype.is_floating_point)
+        if size < 2 or not known or not takes or loops.add_all.compiled() is None:
             return None
         number = SUMMED.get(dtype, np.dtype(np.float32)).type
         exact = not size & (size - 1)  # see `divide`

@@ -6,7 +6,7 @@
 
 The segment (`segment.py`) holds the board (`board.py`), message slots, staging buffers and one heap per rank (`heap.py`);
 `programs.py` picks the program of a collective, `p2p.py` has sends and receives. `engine.py` drives both, `diagnosis.py` finds out
-which rank is missing or has failed, `recovery.py` brings all ranks back into step, and `sync.py` argues why all that is right.
+which rank is missing or has failed, and `sync.py` argues why all that is right.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Literal
@@ -30,15 +31,13 @@ from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.ledger import Arrivals, profiler_enabled
 from gradwire.groups.shared_memory.board import HERE, Board, SegmentPlan
-from gradwire.groups.shared_memory.diagnosis import report
-from gradwire.groups.shared_memory.engine import Engine
+from gradwire.groups.shared_memory.diagnosis import Diagnosis, Pulse, report
+from gradwire.groups.shared_memory.engine import SharedMemoryEngine
 from gradwire.groups.shared_memory.heap import Heap
-from gradwire.groups.shared_memory.liveness import Pulse
 from gradwire.groups.shared_memory.p2p import Mailbox
 from gradwire.groups.shared_memory.programs import Programs
-from gradwire.groups.shared_memory.segment import Segment, Ticket, default_directory, warn_of_copies, warn_once
+from gradwire.groups.shared_memory.segment import Segment, Ticket, default_directory
 from gradwire.groups.shared_memory.sync import Futex, Polling, Sleep
-from gradwire.groups.shared_memory.views import Views
 from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.work import Work
 from gradwire.recorder.source import derived_id
@@ -71,21 +70,16 @@ class SharedMemoryGroup(Group):
         room: int | None = None,
         waiting: Literal["auto", "futex", "polling"] = "auto",
     ) -> None:
-        """`directory` is where the segment lies (a tmpfs; /dev/shm), `room` how many bytes it can
-        become, for all ranks together. `waiting` names how ranks
-        sleep, where the best way must not be used; it must be the same on all ranks."""
+        """`directory` is where the segment lies (a tmpfs; /dev/shm), `room` how many bytes it can become, for all ranks together.
+        `waiting` names how ranks sleep, where the best way must not be used; it must be the same on all ranks."""
         super().__init__(rank, size, name=name or "shared-memory", timeout=timeout)
         self._store = store
         self._options: dict[str, Any] = {"directory": directory, "room": room, "waiting": waiting}
         room = max(ROOM, size * ROOM_PER_RANK) if room is None else room
-        if not isinstance(room, int) or room > sys.maxsize:
+        least = SegmentPlan(size, 0).heaps + size * _SMALLEST_HEAP
+        if not isinstance(room, int) or not least <= room <= sys.maxsize:
             raise UsageError(
-                f"{self}: room={room!r} is not a number of bytes that a file can have. Leave it out, or pass an int."
-            )
-        if room < SegmentPlan(size, 0).heaps + size * _SMALLEST_HEAP:
-            raise UsageError(
-                f"{self}: room={room} is not enough for {size} ranks. Leave it out, or give at least "
-                f"{SegmentPlan(size, 0).heaps + size * _SMALLEST_HEAP} bytes."
+                f"{self}: room={room!r} is not enough, or too much. Leave it out, or pass at least {least} bytes."
             )
         if waiting not in ("auto", "futex", "polling"):
             raise UsageError(f"{self}: waiting={waiting!r} is unknown. Choose auto, futex or polling.")
@@ -93,23 +87,20 @@ class SharedMemoryGroup(Group):
         with rendezvous.meeting(rendezvous.next_key("gradwire/shared-memory")):
             segment, plan = _meet(self, rendezvous, directory or default_directory(), room)
             try:
-                self._board = Board(segment, plan, rank, _sleep(waiting, segment))
-                self._heap = Heap(
-                    segment.memory, plan.heap(rank), plan.heap(rank) + plan.heap_stride, _reserve(segment, rank)
-                )
-                self._board.pids[rank] = os.getpid()
-                self._board.set_state(HERE)
-                _wait_until_all_mapped(self._board, rendezvous)
+                self._board = board = Board(segment, plan, rank, _sleep(waiting, segment))
+                start = plan.heap(rank)
+                self._heap = Heap(segment.memory, start, start + plan.heap_stride, _reserve(segment, rank))
+                board.pids[rank] = os.getpid()
+                board.set_state(HERE)
+                _wait_until_all_mapped(board, rendezvous)
                 segment.unlink()
-                self._views = Views(segment, plan, rank)
-                programs = Programs(self.name, self._board, self._views)
-                mailbox = Mailbox(segment, self._board, self._heap, self._views)
-                pulse = Pulse(dict(enumerate(self._board.pids.tolist())))
+                diagnosis = Diagnosis(self.name, board, Pulse(dict(enumerate(board.pids.tolist()))))
             except BaseException:
                 segment.close()
                 raise
         self._segment = segment
-        self._engine = Engine(self.name, self._board, programs, mailbox, pulse, weakly(self.fail))
+        programs, mailbox = Programs(self.name, board), Mailbox(board, self._heap)
+        self._engine = SharedMemoryEngine(board, programs, mailbox, diagnosis, weakly(self.fail))
         # After the base class's finalizer was made, so that at exit this one runs first.
         self._engine_finalizer = finalize_here(self, _stop, self._engine, segment)
 
@@ -130,7 +121,13 @@ class SharedMemoryGroup(Group):
         if self.size > 1 and op.scope is _WORLD and not watched:
             self.check_usable(op)
             started = time.perf_counter()
-            done = engine.sum_now(op, lambda: self._begin_and_wait(op))
+
+            def begin() -> Work:
+                work = self.begin(op)
+                ledger.waited(work)
+                return work
+
+            done = engine.sum_now(op, begin)
             if done is True:
                 return Work.over(op, ledger, started=started, timeout=self.timeout)
             if isinstance(done, Work):
@@ -142,11 +139,6 @@ class SharedMemoryGroup(Group):
             if not engine.drive_for(work):
                 engine.wake()
         work.wait_done()
-        return work
-
-    def _begin_and_wait(self, op: Collective) -> Work:
-        work = self.begin(op)
-        self.ledger.waited(work)
         return work
 
     def _put(self, op: Collective) -> Work:
@@ -162,7 +154,13 @@ class SharedMemoryGroup(Group):
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         """A flat tensor in this rank's heap, which grows as needed; other devices' memory is ordinary."""
         if (device := torch.device(device)).type != "cpu":
-            warn_of_copies(device, self.size)
+            if device.type == "cuda" and self.size > 1:
+                _warn_once(
+                    "copies",
+                    f"gradients on {device} are copied to the host and back in every step: shared memory, which carries them "
+                    f"between the {self.size} ranks, is the host's. Give every rank a GPU of its own, and gw.init() takes NCCL "
+                    "(`gradwire run --nproc gpu`).",
+                )
             return super().allocate(numel, dtype=dtype, device=device)
         self.refuse_in_child(f"allocate({numel}, dtype={dtype})")
         if self.closed:
@@ -172,14 +170,15 @@ class SharedMemoryGroup(Group):
         try:
             t = self._heap.tensor(numel, dtype)
         except SharedMemoryFull as error:  # every collective takes memory of either sort, on each rank
-            warn_once(error)
+            way = "Until then, tensors that do not fit are in ordinary memory, and are copied on their way."
+            _warn_once("room", f"{error} {way}")
             return super().allocate(numel, dtype=dtype, device=device)
         self._engine.programs.all_reduce.prepare(dtype, t.nbytes)
         return t
 
     def in_heap(self, t: Tensor) -> bool:
         """Whether `t` lies in this rank's heap, so that a collective on it copies nothing."""
-        return t.device.type == "cpu" and self._views.offset_in_heap(t) >= 0
+        return t.device.type == "cpu" and self._board.offset_in_heap(t) >= 0
 
     def arrivals(self, work: Work) -> Arrivals | None:
         """Which ranks have arrived: read from the board."""
@@ -189,14 +188,8 @@ class SharedMemoryGroup(Group):
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
         """A group with a segment of its own."""
-        return SharedMemoryGroup(
-            PrefixStore(name, self._store),
-            ranks.index(self.rank),
-            len(ranks),
-            timeout=self.timeout,
-            name=name,
-            **self._options,
-        )
+        store, rank = PrefixStore(name, self._store), ranks.index(self.rank)
+        return SharedMemoryGroup(store, rank, len(ranks), timeout=self.timeout, name=name, **self._options)
 
     # -- failures and the end ------------------------------------------------------------------------------------------
 
@@ -229,7 +222,16 @@ class SharedMemoryGroup(Group):
         self._engine_finalizer()
 
 
-def _stop(engine: Engine, segment: Segment) -> None:
+_WARNED: set[str] = set()
+
+
+def _warn_once(about: str, text: str) -> None:
+    if about not in _WARNED:  # in this process
+        _WARNED.add(about)
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def _stop(engine: SharedMemoryEngine, segment: Segment) -> None:
     engine.stop()
     segment.close()
 

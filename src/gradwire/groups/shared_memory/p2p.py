@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -25,8 +24,6 @@ from gradwire.collectives.reference import store
 from gradwire.errors import CollectiveMismatch, GroupError
 from gradwire.groups.shared_memory.board import SLOT, SLOTS, Board
 from gradwire.groups.shared_memory.heap import Heap
-from gradwire.groups.shared_memory.segment import Segment
-from gradwire.groups.shared_memory.views import Views
 from gradwire.groups.work import Work
 
 _HEAD = struct.Struct("<qQQQ")  # tag, dtype, elements, offset; after the number
@@ -40,7 +37,7 @@ def _code(dtype: torch.dtype) -> int:
     return zlib.crc32(str(dtype).encode())
 
 
-class MailboxMessage(ABC):
+class MailboxMessage:
     """A send or receive under way."""
 
     def __init__(self, work: Work, peers: list[int]) -> None:
@@ -66,42 +63,38 @@ class MailboxMessage(ABC):
         """Whether `rank`, one of the ranks that have left, was the last that it could go to or come from."""
         return not self.over and rank in self.peers and all(peer in left for peer in self.peers)
 
-    @abstractmethod
     def _step(self) -> bool:
         """Try; True if anything changed."""
+        raise NotImplementedError
 
 
 def checks_per_round(messages: Sequence[MailboxMessage], *, alone: bool) -> int:
     """How many checks a look at all messages counts for, of those that a rank makes before it sleeps.
 
-    Many messages make each round longer, and the wait must not grow with them. If all are large, and no collective is under way,
-    the rank sleeps soon: the other end needs longer to copy one than a sleep and a wake-up take, and perhaps the core.
+    The wait must not grow with the number of messages. If all are large, and no collective is under way, the rank sleeps soon.
     """
-    if not messages:
-        return 1
-    return len(messages) * (min([message.checks for message in messages]) if alone else 1)
+    return len(messages) * (min(message.checks for message in messages) if alone else 1) if messages else 1
 
 
 class Mailbox:
     """The message slots that one rank reads and writes. Used only by the thread that drives the group."""
 
-    def __init__(self, segment: Segment, board: Board, heap: Heap, views: Views) -> None:
+    def __init__(self, board: Board, heap: Heap) -> None:
         self.board = board
         self.heap = heap
-        self.views = views
         self.rank, self.size = board.rank, board.size
-        self._memory = segment.memory
-        self._words = segment.view[: segment.nbytes // 8 * 8].cast("Q")
+        self._memory = board.memory
+        self._words = memoryview(board.memory)[: board.plan.heaps].cast("Q")
         self._sent = 0
-        self._free = {
-            peer: [board.plan.slots(self.rank, peer) + i * SLOT for i in range(SLOTS)] for peer in range(self.size)
-        }
-        self._inbox = {
-            peer: [board.plan.slots(peer, self.rank) + i * SLOT for i in range(SLOTS)] for peer in range(self.size)
-        }
+        self._free = {peer: self._slots(self.rank, peer) for peer in range(self.size)}
+        self._inbox = {peer: self._slots(peer, self.rank) for peer in range(self.size)}
         self.served = self.rank
         self._withdrawn: list[tuple[int, int, int, Tensor]] = []
         self._receiving: list[PendingReceive] = []
+
+    def _slots(self, sender: int, receiver: int) -> list[int]:
+        first = self.board.plan.slots(sender, receiver)
+        return [first + i * SLOT for i in range(SLOTS)]
 
     def message(self, work: Work) -> MailboxMessage:
         """Take up a send or receive."""
@@ -116,15 +109,18 @@ class Mailbox:
     def put(self, peer: int, tag: int, t: Tensor) -> tuple[int, int, Tensor] | None:
         """Put a message into a slot: (slot, number, where the bytes lie); None while all slots are taken."""
         free = self._free[peer]
+        for entry in [] if free else list(self._withdrawn):
+            to, slot, number, _ = entry
+            if self.acknowledged(slot, number) is not None:
+                self._withdrawn.remove(entry)
+                self.release(to, slot)
         if not free:
-            self._tidy()
-            if not free:
-                return None
-        offset = self.views.offset_in_heap(t) if is_plain(t) else -1
+            return None
+        offset = self.board.offset_in_heap(t) if is_plain(t) else -1
         if offset < 0:
             copy = self.heap.tensor(t.numel(), t.dtype)  # there may be no room for it: so before a slot is taken
             store(copy.view(t.shape), t.detach())
-            offset, t = max(0, self.views.offset_in_heap(copy)), copy  # an empty tensor lies nowhere
+            offset, t = max(0, self.board.offset_in_heap(copy)), copy  # an empty tensor lies nowhere
         slot = free.pop()
         self._sent += 1
         _HEAD.pack_into(self._memory, slot + _HEAD_AT, tag, _code(t.dtype), t.numel(), offset)
@@ -147,18 +143,7 @@ class Mailbox:
         self._publish(slot + _WITHDRAWN, 1, peer)
         self._withdrawn.append((peer, slot, number, t))
 
-    def _tidy(self) -> None:
-        for entry in list(self._withdrawn):
-            peer, slot, number, _ = entry
-            if self.acknowledged(slot, number) is not None:
-                self._withdrawn.remove(entry)
-                self.release(peer, slot)
-
     # -- the receiver's side -------------------------------------------------------------------------------------------
-
-    def turn_of(self, peer: int) -> int:
-        """For receives from any rank: the sort key, by which the rank after the one that was served last is first."""
-        return (peer - self.served - 1) % self.size
 
     def claimed_before(self, receiving: PendingReceive) -> set[int]:
         """Ranks whose next message with that tag belongs to a receive that was submitted earlier."""
@@ -176,8 +161,8 @@ class Mailbox:
     def find(self, peer: int, tag: int) -> tuple[int, int] | None:
         """The oldest message from `peer` with this tag: (slot, number).
 
-        During the scan an older message may arrive in a slot that was already checked, before a younger one arrives in a slot that
-        was not. A sender fills slots in order, so once the younger one has been seen, a second scan finds the older one.
+        During a scan an older message may arrive in a slot that was already checked, before a younger one in a slot that was not. A
+        sender fills slots in order, so once the younger one has been seen, a second scan finds the older one.
         """
         return None if self._oldest(peer, tag) is None else self._oldest(peer, tag)
 
@@ -196,11 +181,6 @@ class Mailbox:
                 found = slot, number
         return found
 
-    def read(self, slot: int) -> tuple[int, int, int]:
-        """A message's (dtype, elements, offset)."""
-        _, dtype, numel, offset = _HEAD.unpack_from(self._memory, slot + _HEAD_AT)
-        return dtype, numel, offset
-
     def acknowledge(self, peer: int, slot: int, number: int, status: int) -> None:
         """Notify the sender that its message was taken."""
         self._publish(slot + _ACK, _ANSWERS * number + status, peer)
@@ -218,10 +198,9 @@ class Mailbox:
         self._receiving.clear()
         self.heap.let_go()
         for peer in range(self.size):
-            outgoing = [self.board.plan.slots(self.rank, peer) + i * SLOT for i in range(SLOTS)]
-            for slot in outgoing:
+            self._free[peer] = self._slots(self.rank, peer)
+            for slot in self._free[peer]:
                 self._words[slot // 8] = 0
-            self._free[peer] = outgoing
 
 
 class PendingSend(MailboxMessage):
@@ -280,7 +259,7 @@ class PendingReceive(MailboxMessage):
             self.over = True
             return True
         claimed = mailbox.claimed_before(self)
-        for peer in sorted(self.peers, key=mailbox.turn_of):
+        for peer in sorted(self.peers, key=lambda peer: (peer - mailbox.served - 1) % mailbox.size):
             found = None if peer in claimed else mailbox.find(peer, work.op.tag)
             if found is not None:
                 self._take(peer, *found)
@@ -289,13 +268,13 @@ class PendingReceive(MailboxMessage):
 
     def _take(self, peer: int, slot: int, number: int) -> None:
         work, mailbox = self.work, self._mailbox
-        dtype, numel, offset = mailbox.read(slot)
+        _, dtype, numel, offset = _HEAD.unpack_from(mailbox.board.memory, slot + _HEAD_AT)
         place = work.op.outputs[0]
         self.over = True
         mailbox.served = peer
         if dtype == _code(place.dtype) and numel == place.numel():
             try:
-                store(place.detach(), mailbox.views.tensor(offset, place.nbytes, place.dtype))
+                store(place.detach(), mailbox.board.tensor(offset, place.nbytes, place.dtype))
             except BaseException:
                 mailbox.acknowledge(peer, slot, number, _FAILED)
                 raise

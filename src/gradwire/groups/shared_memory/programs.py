@@ -24,11 +24,10 @@ from gradwire.collectives.aliasing import apart, is_native
 from gradwire.collectives.lower import lower
 from gradwire.collectives.reference import store, writes
 from gradwire.errors import CollectiveMismatch, GroupError
-from gradwire.groups.shared_memory.agreement import Agreement, Steps
+from gradwire.groups.shared_memory.agreement import Steps
 from gradwire.groups.shared_memory.all_reduce import AllReduce
 from gradwire.groups.shared_memory.board import Board
 from gradwire.groups.shared_memory.exchange import ExchangePrograms
-from gradwire.groups.shared_memory.views import Views
 
 _NATIVE = frozenset({
     OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER,
@@ -41,11 +40,10 @@ takes = partial(is_native, kinds=_NATIVE)
 class Programs:
     """The programs of one rank of one group."""
 
-    def __init__(self, name: str, board: Board, views: Views) -> None:
+    def __init__(self, name: str, board: Board) -> None:
         self.board = board
-        self.agreement = Agreement(name, board, views)
-        self.all_reduce = AllReduce(board, views, self.agreement)
-        self.exchange = ExchangePrograms(board, views, self.agreement)
+        self.all_reduce = AllReduce(name, board)
+        self.exchange = ExchangePrograms(name, board)
 
     def carry_out(self, op: Collective) -> Steps:
         """The program for any collective."""
@@ -56,18 +54,16 @@ class Programs:
         if plain is not None:
             yield from plain
             return
-        digest = self.agreement.digest(op)
+        digest = self.exchange.digest(op)
         yield from writes(op.outputs, self._by_parts(apart(op, self.board.rank), digest))
 
     def _by_parts(self, op: Collective, digest: bytes) -> Steps:
-        if takes(op):
-            yield from self._native(op, op, digest)
-            return
         try:
-            for step in lower(op, rank=self.board.rank, size=self.board.size, takes=takes):
-                yield from self._native(step, op, digest)
+            for step in [op] if takes(op) else lower(op, rank=self.board.rank, size=self.board.size, takes=takes):
+                steps = self.all_reduce.general if step.kind is OpKind.ALL_REDUCE else self.exchange.steps
+                yield from self.exchange.counted(steps(step, op, digest))
         except CollectiveMismatch as error:
-            if error.ops or op.kind is not OpKind.ALL_REDUCE:
+            if takes(op) or error.ops or op.kind is not OpKind.ALL_REDUCE:
                 raise
             # Sparse tensors of different sparse dimensions: not all ranks notice, and those that did not go on to the next step.
             raise GroupError(f"{error} It is part of {op}.") from error
@@ -83,17 +79,3 @@ class Programs:
             store(t if t.is_sparse else t.detach(), copy.to(t.device))
         if op.device.type == "cuda":  # the caller may go on in another stream than that of the thread that drives
             torch.cuda.current_stream(op.device).synchronize()
-
-    def _native(self, op: Collective, whole: Collective, digest: bytes) -> Steps:
-        """One collective: `whole` is what the caller submitted, of which `op` may be a part."""
-        kind = op.kind
-        try:
-            if kind is OpKind.ALL_REDUCE:
-                yield from self.all_reduce.general(op, whole, digest)
-            elif kind is OpKind.BARRIER:
-                yield self.agreement.announce(digest, None)
-                yield from self.agreement.check(whole, digest)
-            else:
-                yield from self.exchange.steps(op, whole, digest)
-        finally:
-            self.board.turn += 1

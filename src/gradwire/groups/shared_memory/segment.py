@@ -3,17 +3,14 @@
 Note [A file without a name]
 A file under /dev/shm with a name stays there when its makers are killed before they can unlink it. So the segment never has
 one: `O_TMPFILE` makes a file that is in no directory, with mode 0600, and the other ranks open it through
-`/proc/<pid>/fd/<number>`, which the kernel allows to processes of the same user. The number of the process, of the descriptor
-and of the inode, and a random token that is also written into the segment, travel through the rendezvous store; a rank that opens
-it checks all of them, the owner, the size and the version. When the last process has gone, however it went, the kernel frees
-the memory. Where there is no `O_TMPFILE` or no /proc, the file has a random name of 128 bits and is unlinked once all ranks
-have it mapped.
+`/proc/<pid>/fd/<number>`, which the kernel allows to processes of the same user, and check its inode, owner and size. When the
+last process has gone, however it went, the kernel frees the memory. Where there is no `O_TMPFILE` or no /proc, the file has a
+random name of 128 bits and is unlinked once all ranks have it mapped.
 
 Note [Room without memory]
 The file is made as large as the group could ever need, and mapped once: address space, not memory. Memory is allocated by
 `posix_fallocate`, range by range, when the heap grows; it either succeeds for the whole range or returns ENOSPC. Without it the
-first touch of a page that the file system cannot provide would be a SIGBUS. Growing therefore needs no second segment, and no
-word with the other ranks.
+first touch of a page that the file system cannot provide would be a SIGBUS.
 """
 
 from __future__ import annotations
@@ -23,23 +20,14 @@ import errno
 import mmap
 import os
 import secrets
-import struct
 import tempfile
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
-
-import torch
 
 from gradwire.errors import GroupError, SharedMemoryFull, UsageError
 from gradwire.runtime.private_file import check_identity
 
-VERSION = 1
-"""Of the layout: processes that run different ones refuse each other."""
-
 PAGE = 4096
-_MAGIC = b"gradwire"
-_HEADER = struct.Struct("<8sII16sQ")  # magic, version, ranks, token, bytes
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
 _SMALLEST_ROOM = 1 << 30
 
@@ -52,6 +40,7 @@ class Ticket:
     inode: int
     device: int
     token: str
+    """Random: identifies the group in records."""
     nbytes: int
     ranks: int
     host: str
@@ -92,17 +81,10 @@ class Segment:
         finally:
             os.close(fd)
         segment._name = name
-        nbytes = segment.nbytes
-        token = secrets.token_bytes(16)
-        try:
-            segment.reserve(0, PAGE, what="its header")
-        except BaseException:
-            segment.close()
-            raise
-        _HEADER.pack_into(segment.memory, 0, _MAGIC, VERSION, ranks, token, nbytes)
         status = os.fstat(segment.fd)
         path = name or f"/proc/{os.getpid()}/fd/{segment.fd}"
-        return segment, Ticket(path, status.st_ino, status.st_dev, token.hex(), nbytes, ranks, host)
+        token = secrets.token_hex(16)
+        return segment, Ticket(path, status.st_ino, status.st_dev, token, segment.nbytes, ranks, host)
 
     @classmethod
     def _map_new(cls, fd: int, nbytes: int) -> Segment:
@@ -120,7 +102,7 @@ class Segment:
         """The segment that `ticket` describes; refused with the reason if it is not that one."""
         what = f"shared memory of {ticket.ranks} ranks ({ticket.path})"
         try:
-            fd = os.open(ticket.path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW_ANY", 0))
+            fd = os.open(ticket.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise GroupError(
                 f"{what}: cannot be opened: {error.strerror}. The rank that made it has ended, or runs as another user or in "
@@ -133,19 +115,13 @@ class Segment:
                     f"{what}: has {status.st_size} bytes where {ticket.nbytes} were announced. It is not used: another process has "
                     "written to it. Restart all ranks."
                 )
-            segment = cls(os.dup(fd), ticket.nbytes)
+            return cls(os.dup(fd), ticket.nbytes)
         except OSError as error:
             raise GroupError(
                 f"{what}: cannot be mapped: {error.strerror}. Raise the limit on address space (ulimit -v)."
             ) from error
         finally:
             os.close(fd)
-        try:
-            _check_header(segment, ticket, what)
-        except BaseException:
-            segment.close()
-            raise
-        return segment
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -207,34 +183,9 @@ def _no_directory(directory: str, error: OSError) -> UsageError:
     )
 
 
-_WARNED: list[str] = []
-
-
-def warn_once(error: SharedMemoryFull) -> None:
-    """One warning for each process: ordinary memory is used instead."""
-    if not _WARNED:
-        _WARNED.append(str(error))
-        text = f"{error} Until then, tensors that do not fit are in ordinary memory, and are copied on their way."
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
-
-
 def default_directory() -> str:
     """Where shared memory lies: /dev/shm where there is one."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-
-
-def _check_header(segment: Segment, ticket: Ticket, what: str) -> None:
-    magic, version, ranks, token, nbytes = _HEADER.unpack_from(segment.memory, 0)
-    if magic != _MAGIC:
-        raise GroupError(f"{what}: does not begin as one of ours. It is not used: restart all ranks.")
-    if version != VERSION:
-        raise GroupError(
-            f"{what}: has layout version {version}, this process knows {VERSION}. Run the same gradwire on all ranks."
-        )
-    if token.hex() != ticket.token or ranks != ticket.ranks or nbytes != ticket.nbytes:
-        raise GroupError(
-            f"{what}: belongs to another group ({ranks} ranks, {nbytes} bytes). It is not used: restart all ranks."
-        )
 
 
 def size_text(nbytes: int) -> str:
@@ -244,18 +195,3 @@ def size_text(nbytes: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.4g} {unit}"
-
-
-_WARNED_OF_COPIES: list[str] = []
-
-
-def warn_of_copies(device: torch.device, size: int) -> None:
-    """One warning for each process, when memory for a gradient bucket on a CUDA device is asked for."""
-    if device.type != "cuda" or size == 1 or _WARNED_OF_COPIES:
-        return
-    text = (
-        f"gradients on {device} are copied to the host and back in every step: shared memory, which carries them between the "
-        f"{size} ranks, is the host's. Give every rank a GPU of its own, and gw.init() takes NCCL (`gradwire run --nproc gpu`)."
-    )
-    _WARNED_OF_COPIES.append(text)
-    warnings.warn(text, RuntimeWarning, stacklevel=4)

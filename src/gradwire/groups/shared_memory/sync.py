@@ -13,12 +13,10 @@ x86 keeps stores in order; ARM does not, and neither keeps a store before a late
 Python has none by name. It has locks: releasing one is a store-release, or a stronger read-modify-write, and acquiring one
 is a load-acquire, or stronger. ARMv8 keeps a load-acquire behind every store-release that comes before it in program order,
 whatever their addresses; everything before the release stays before it, everything after the acquire stays after it. So
-`release` *followed by* `acquire`, on a lock that only this thread uses, is a full fence. The other way round (`with lock:
-pass`) is not: what is before an acquire may sink below it, what is after a release may rise above it. On x86 both are
-locked instructions and fence by themselves. Measured: 0.1 to 0.3 us.
-This covers x86-64 and ARMv8, on which it was measured. On POWER and RISC-V a release followed by an acquire need not keep a store
-before a later load: data and counters are still in order there, but a sleeper and a writer can miss each other, and the wake-up is
-then late by `SLICE`, never lost.
+`release` *followed by* `acquire`, on a lock that only this thread uses, is a full fence (0.1 to 0.3 us). The other way round
+(`with lock: pass`) is not: what is before an acquire may sink below it, what is after a release may rise above it. On x86 both
+are locked instructions and fence by themselves. On POWER and RISC-V a release followed by an acquire need not keep a store before
+a later load: data and counters are still in order there, but a wake-up can be late by `SLICE`; it is never lost.
 
     writer: bytes; fence; counter += 1; fence; check whether the reader sleeps
     reader: read the counter; fence; bytes
@@ -38,16 +36,12 @@ after every sleep whether the others are alive.
 Note [Spin, then sleep]
 A sleep and a wake-up cost 20 to 60 us and two switches; a peer that is about to signal does so within a few. So a waiter checks a
 number of times before it sleeps, as long as there is a core for every rank: first without pause, then, for a millisecond or
-two, giving up the interpreter lock at each check, since ranks that have just shared a piece of work are rarely further apart.
-The two ends of a large message take turns, each waiting while the other one copies, so there it sleeps soon: on busy cores spinning
-cost three times the CPU time of both copies, and most of the throughput.
-Where ranks outnumber cores a spinning rank keeps the one it waits for from running; it gives up the core at each check instead,
-and sleeps soon.
+two, giving up the interpreter lock at each check. Where ranks outnumber cores a spinning rank keeps the one it waits for from
+running; it gives up the core at each check instead, and sleeps soon. So do the two ends of a large message, which take turns.
 
 Note [Ranks of one process]
-Ranks that are threads of one process share its interpreter lock. A rank that spins keeps it from the very rank it waits for. To
-give it up at each check does not help: a thread that waits for the lock needs longer to wake than the pause lasts, finds it
-taken again, and gets it only after the interpreter's switch interval, 5 ms. So such a rank checks once and sleeps.
+Ranks that are threads of one process share its interpreter lock. A rank that spins keeps it from the very rank it waits for, and
+one that gives it up at each check takes it again before the other is awake. So such a rank checks once and sleeps.
 """
 
 from __future__ import annotations
@@ -60,7 +54,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 SLICE = 0.05
 """The longest sleep, in seconds, before a waiter checks on the other ranks."""
@@ -82,18 +75,11 @@ class Fence:
         self.acquire()
 
 
-class Sleep(Protocol):
-    """How a rank sleeps until its flag is cleared, and how another rank wakes it."""
-
-    def sleep(self, word: int, seconds: float) -> None:
-        """Sleep while the word at offset `word` is 1, at most `seconds`. May return early for no reason."""
-
-    def wake(self, word: int) -> None:
-        """Wake the rank that sleeps at `word`, which has been cleared."""
-
-
 class Futex:
-    """The kernel's own: Linux, through libc's `syscall`. The interpreter lock is free while it sleeps."""
+    """How a rank sleeps while its flag, the word at an offset, is 1: the kernel's way, through libc's `syscall`, on Linux.
+
+    The interpreter lock is free while it sleeps.
+    """
 
     class _Timespec(ctypes.Structure):
         _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
@@ -123,7 +109,7 @@ class Futex:
         return result
 
     def sleep(self, word: int, seconds: float) -> None:
-        """FUTEX_WAIT for 1."""
+        """Sleep for at most `seconds`. May return early for no reason."""
         limit = self._Timespec(int(seconds), int(seconds % 1 * 1e9))
         if self._call(word, _FUTEX_WAIT, 1, limit) == -1:
             problem = ctypes.get_errno()
@@ -131,7 +117,7 @@ class Futex:
                 raise OSError(problem, f"futex: {os.strerror(problem)}")
 
     def wake(self, word: int) -> None:
-        """FUTEX_WAKE one."""
+        """Wake the rank that sleeps at `word`, which has been cleared."""
         self._call(word, _FUTEX_WAKE, 1, None)
 
 
@@ -142,7 +128,7 @@ class Polling:
         self._words = view.cast("I")
 
     def sleep(self, word: int, seconds: float) -> None:
-        """Sleep in small portions."""
+        """As `Futex.sleep`."""
         deadline = time.perf_counter() + seconds
         pause = 20e-6
         while self._words[word // 4] == 1 and time.perf_counter() < deadline:
@@ -151,6 +137,9 @@ class Polling:
 
     def wake(self, word: int) -> None:
         """The sleeper will see it."""
+
+
+Sleep = Futex | Polling
 
 
 class WaitQueue:
@@ -191,21 +180,6 @@ class WaitQueue:
         if not ready():
             self._sleep.sleep(self._offset + self._mine * 4, seconds)
         self._words[self._mine] = 0
-
-
-def _pause() -> Callable[[], object]:
-    """A way to let others run, both threads of this process and other processes, for as short as it goes.
-
-    Through ctypes the interpreter lock is free meanwhile; `time.sleep(0)` frees it too, but sleeps for the timer's slack, 60 us.
-    """
-    try:
-        found: Callable[[], object] = ctypes.CDLL(None).sched_yield
-    except (AttributeError, OSError):
-        return lambda: time.sleep(0)
-    return found
-
-
-pause = _pause()
 
 
 def spins_before_sleep(size: int, *, cores: int) -> int:

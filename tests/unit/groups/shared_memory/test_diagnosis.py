@@ -10,9 +10,8 @@ import torch
 from gradwire.collectives import build
 from gradwire.errors import CollectiveTimeout, GroupAborted, PeerLost
 from gradwire.groups.ledger import Ledger
-from gradwire.groups.shared_memory.board import HERE, LEFT
+from gradwire.groups.shared_memory.board import HERE, LEFT, Cache
 from gradwire.groups.shared_memory.diagnosis import Diagnosis, Waiting, report
-from gradwire.groups.shared_memory.views import Cache
 from gradwire.groups.work import Work
 
 

@@ -307,8 +307,8 @@ def test_a_rank_that_was_let_through_a_recovery_that_another_gave_up_comes_back(
     groups = world(2, timeout=10.0)
     groups[0].abort("on a whim")
     everywhere(groups, lambda group: group.check_peers())
-    recovery = groups[0]._engine.recovery
-    meet, meetings = recovery.meet, []
+    engine = groups[0]._engine
+    meet, meetings = engine.meet, []
 
     def gives_up(deadline: float, timeout: float) -> None:
         meet(deadline, timeout)
@@ -317,11 +317,11 @@ def test_a_rank_that_was_let_through_a_recovery_that_another_gave_up_comes_back(
             wait_until(lambda: groups[1].failure is None, "rank 1 has recovered")
             raise CollectiveTimeout("given up at the last moment")
 
-    recovery.meet = gives_up
+    engine.meet = gives_up
     errors = everywhere(groups, lambda group: group.recover(5.0))
     assert isinstance(errors[0], CollectiveTimeout)
     assert errors[1] is None
-    recovery.meet = meet
+    engine.meet = meet
 
     def go_on(group: Any) -> int:
         for attempt in range(5):

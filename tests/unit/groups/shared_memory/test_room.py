@@ -16,7 +16,7 @@ from torch import nn
 
 import gradwire as gw
 from gradwire.groups import SharedMemoryGroup
-from gradwire.groups.shared_memory import board, segment
+from gradwire.groups.shared_memory import board, group
 from gradwire.groups.shared_memory.board import CHUNK, SMALLEST_CHUNK, SegmentPlan
 from gradwire.groups.shared_memory.group import ROOM, ROOM_PER_RANK
 
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def not_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "_WARNED", [])
+    monkeypatch.setattr(group, "_WARNED", set())
 
 
 @pytest.fixture

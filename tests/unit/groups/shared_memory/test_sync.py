@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from gradwire.groups import Group, SharedMemoryGroup
-from gradwire.groups.shared_memory import sync
 from gradwire.groups.shared_memory.sync import Fence, Futex, Polling, Sleep, WaitQueue, spins_before_sleep
 from gradwire.runtime.host import usable_cores
 from gradwire.testing import check_group, default_pool
@@ -263,14 +262,6 @@ def test_cores_where_affinity_is_unknown(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert usable_cores() == 1
-
-
-def test_pausing_where_there_is_no_sched_yield(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    monkeypatch.setattr(sync.time, "sleep", slept.append)
-    sync._pause()()
-    assert slept == [0]
 
 
 def _polling_group(store: Any, rank: int, size: int, *, timeout: float, name: str) -> Group:
