@@ -98,7 +98,6 @@ def test_functions_fit_a_screen() -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {function for function, lines in long.items() if lines > 60} <= {
-        ("groups/hierarchical/group.py", "__init__"),
         ("launch/entry.py", "init"),
         ("testing/conformance/aliasing.py", "_makers"),
     }
@@ -111,7 +110,7 @@ def test_a_public_class_name_is_used_once() -> None:
         for node in tree.body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
-    still = {"Buckets", "Engine", "Kind", "Layout"}  # exported once at most
+    still = {"Buckets", "Kind", "Layout"}  # exported once at most
     assert {name for name, count in names.items() if count > 1} <= still
 
 

@@ -1,11 +1,7 @@
 """`hosts(n)`: several hosts on one machine, as network namespaces that are joined by a bridge.
 
-Each host has its own address, loopback device and host name; a process that runs on it reaches the others only through its link,
-whose rate can be limited. Needs Linux, root, and `ip` (and `tc`, for a rate).
-
-Note [What makes a host]
-`host_identity` uses host names and ignores the network, since processes in different network namespaces can share memory. So a
-process here gets a UTS namespace too, with the name of its host.
+Each host has its own address, loopback device and host name (by a UTS namespace); a process that runs on it reaches the others only
+through its link, whose rate can be limited. Needs Linux, root, and `ip` (and `tc`, for a rate).
 """
 
 from __future__ import annotations
@@ -14,8 +10,8 @@ import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,18 +58,16 @@ class Host:
     address: str
     interface: str = INTERFACE
 
-    def popen(
-        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **named: Any
-    ) -> subprocess.Popen[Any]:
+    def popen(self, command: Sequence[str], **named: Any) -> subprocess.Popen[Any]:
         """Start `command` on this host, with the arguments of `subprocess.Popen`. End it before the `hosts` block ends."""
-        return subprocess.Popen(self.command(command), env=None if env is None else dict(env), **named)
+        return subprocess.Popen(self.command(command), **named)
 
     def run(self, command: Sequence[str], *, timeout: float = _LIMIT, **named: Any) -> subprocess.CompletedProcess[Any]:
         """Run `command` on this host until it ends."""
         return subprocess.run(self.command(command), timeout=timeout, check=False, **named)
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` on this host, by exec: see Note [What makes a host]."""
+        """The command line that runs `command` on this host, by exec."""
         named = f'echo {self.name} > /proc/sys/kernel/hostname && exec "$@"'
         return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", named, "sh", *command]
 
@@ -93,15 +87,14 @@ def hosts(n: int, *, mbit: float | None = None) -> Iterator[list[Host]]:
     reason = why_not(mbit=mbit)
     if reason is not None:
         raise UsageError(f"hosts({n}, mbit={mbit}): {reason}. Run it as root on a machine that permits it.")
-    if not 1 <= n <= 200:
-        raise UsageError(f"hosts({n}): choose from 1 to 200.")
-    if mbit is not None and mbit <= 0:
-        raise UsageError(f"hosts({n}, mbit={mbit}): the rate must be positive. Omit it for no limit.")
+    if not 1 <= n <= 200 or (mbit is not None and mbit <= 0):
+        raise UsageError(
+            f"hosts({n}, mbit={mbit}): choose from 1 to 200 hosts, and a positive rate, or None for no limit."
+        )
     key = secrets.token_hex(3)
     with ExitStack() as made:
-        switch = f"gw-{key}"
+        switch = f"gw-{key}"  # the bridge has its own namespace, isolated from the machine's network
         _add_namespace(made, switch)
-        # The bridge is in a separate namespace, isolated from the machine's own network.
         _do("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
         _do("ip", "-n", switch, "link", "set", "bridge", "up")
         yield [_add_host(made, switch, f"gw-{key}-{i}", i, mbit) for i in range(n)]
@@ -131,10 +124,8 @@ def _add_host(made: ExitStack, switch: str, name: str, number: int, mbit: float 
 def _remove(name: str) -> None:
     """Remove a namespace, after killing its processes: otherwise it would continue to exist without a name."""
     for pid in _do("ip", "netns", "pids", name).split():
-        try:
+        with suppress(ProcessLookupError):
             os.kill(int(pid), 9)
-        except ProcessLookupError:
-            pass
     _do("ip", "netns", "del", name)
 
 

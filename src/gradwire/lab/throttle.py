@@ -9,12 +9,10 @@ link: its bytes follow those of the previous operation, and arrive one latency a
 
 so two operations in flight share the rate but not the latency, like packets on a wire. The bytes are those that the best algorithm
 makes a rank send (`collectives.traffic`), or receive if it only receives. The inner group's time is added, so use a fast one.
-Groups made by `split` use the same link. An operation is never faster than the formula, and later by as much as the system takes to
-wake a thread. Slow start, loss and headers are not modeled: `hosts(n, mbit=...)` has all of them.
+Groups made by `split` use the same link. Slow start, loss and headers are not modeled: `hosts(n, mbit=...)` has all of them.
 
-Note [Who delivers]
-The thread that settles an operation runs the callbacks of its future, and torch's PowerSGD hook starts another operation there and
-waits for it. So each operation has its own thread for as long as it is on the link.
+Each operation has its own thread for as long as it is on the link: the thread that settles an operation runs the callbacks of its
+future, and torch's PowerSGD hook starts another operation there and waits for it.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.traffic import sent_bytes
@@ -101,13 +98,13 @@ class Throttled(TrackedWrapper):
     def __init__(self, inner: Group, *, mbit: float, latency_ms: float = 0.0) -> None:
         if not 0 < mbit < float("inf") or not 0 <= latency_ms < float("inf"):
             raise UsageError(
-                f"Throttled({inner}, mbit={mbit}, latency_ms={latency_ms}): a link needs a rate of more than 0 and a latency of 0 "
-                "or more, both finite. Omit the wrapper for a group without a limit."
+                f"Throttled({inner}, mbit={mbit}, latency_ms={latency_ms}): the rate must be above 0 and the latency 0 or more, "
+                "both finite. Omit the wrapper for a group without a limit."
             )
         super().__init__(inner)
         self.link = Link(mbit=mbit, latency_ms=latency_ms)
-        self._couriers = _Couriers(f"gradwire-link-{self.name}-{self.rank}")
-        self._couriers_finalizer = finalize_here(self, self._couriers.join, 2.0)
+        self._threads: set[threading.Thread] = set()
+        self._threads_finalizer = finalize_here(self, _join, self._threads, 2.0)
 
     @property
     def sent_bytes(self) -> float:
@@ -132,14 +129,14 @@ class Throttled(TrackedWrapper):
                 work.fail(error)
                 return work
         over = threading.Event()
-        work.add_done_callback(lambda _: self._settled(work, over))
+
+        def settled(_: Work) -> None:
+            self.steps.pop(work.seq, None)
+            over.set()
+
+        work.add_done_callback(settled)
         step.add_done_callback(lambda _: self._arrive(work, step, over))
         return work
-
-    def _settled(self, work: Work, over: threading.Event) -> None:
-        """It has arrived or was abandoned: wake its thread."""
-        self.steps.pop(work.seq, None)
-        over.set()
 
     def _arrive(self, work: Work, step: Work, over: threading.Event) -> None:
         """The inner group has finished it. Called in the inner group's thread, so this must not block."""
@@ -152,7 +149,11 @@ class Throttled(TrackedWrapper):
             now = time.perf_counter()
             work.ledger.started(work, now)
             arrival = self.link.send(crossing_bytes(work.op, self.rank, self.size), now=now)
-            self._couriers.send(_Parcel(work, arrival, over, self.inner, step.source))
+            name, args = f"gradwire-link-{self.name}-{self.rank}", (work, step, arrival, over, self.inner)
+            thread = threading.Thread(target=_deliver, args=args, name=name, daemon=True)
+            thread.start()
+            self._threads.add(thread)
+            self._threads.difference_update([other for other in list(self._threads) if not other.is_alive()])
 
     def recover(self, timeout: float | None = None) -> None:
         """Recover the inner group. What was on the link is lost."""
@@ -161,57 +162,22 @@ class Throttled(TrackedWrapper):
 
     def _release(self) -> None:
         super()._release()
-        self._couriers_finalizer()
+        self._threads_finalizer()
 
 
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    """An operation on the link. `over` is set when it has arrived or was abandoned."""
-
-    work: Work
-    arrival: float
-    over: threading.Event
-    inner: Group
-    source: int | None
-
-    def deliver(self) -> None:
-        """Wait until it arrives, then settle it."""
-        while (left := self.arrival - time.perf_counter()) > 0 and not self.over.wait(min(left, _LOOK_EVERY)):
-            if self.inner.failure is not None:
-                # Another rank has failed: the inner group has nothing in flight to fail here.
-                self.work.fail(self.inner.failure)
-        self.work.finish(source_rank=self.source)
+def _deliver(work: Work, step: Work, arrival: float, over: threading.Event, inner: Group) -> None:
+    """Wait until an operation arrives, then settle it. `over` is set when it was abandoned."""
+    while (left := arrival - time.perf_counter()) > 0 and not over.wait(min(left, _LOOK_EVERY)):
+        if inner.failure is not None:  # another rank has failed: the inner group has nothing in flight to fail here
+            work.fail(inner.failure)
+    work.finish(source_rank=step.source)
 
 
-class _Couriers:
-    """A thread for each parcel: see Note [Who delivers]. Holds no reference to the group."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._threads: set[threading.Thread] = set()
-
-    def send(self, parcel: _Parcel) -> None:
-        """Deliver it on a new thread."""
-
-        def run() -> None:
-            try:
-                parcel.deliver()
-            finally:
-                with self._lock:
-                    self._threads.discard(threading.current_thread())
-
-        thread = threading.Thread(target=run, name=self._name, daemon=True)
-        with self._lock:
-            self._threads.add(thread)
-        thread.start()
-
-    def join(self, timeout: float) -> None:
-        """Wait until all threads have ended. They end early if their operations are abandoned."""
-        deadline = time.perf_counter() + timeout
-        with self._lock:
-            threads = [thread for thread in self._threads if thread is not threading.current_thread()]
-        for thread in threads:
+def _join(threads: set[threading.Thread], timeout: float) -> None:
+    """Wait until all threads have ended. They end early if their operations are abandoned."""
+    deadline = time.perf_counter() + timeout
+    for thread in list(threads):
+        if thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.perf_counter()))
 
 

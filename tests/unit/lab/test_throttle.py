@@ -174,7 +174,7 @@ def test_what_the_inner_group_refuses_is_refused():
 @pytest.mark.parametrize("bad", [{"mbit": 0}, {"mbit": -1}, {"mbit": float("inf")}, {"mbit": 1, "latency_ms": -1}])
 def test_a_link_needs_a_rate(bad):
     (group,) = ThreadGroup.world(1)
-    with pytest.raises(UsageError, match="a link needs a rate"):
+    with pytest.raises(UsageError, match="the rate must be above 0"):
         Throttled(group, **bad)
     group.close()
 

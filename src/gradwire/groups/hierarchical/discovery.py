@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gradwire.collectives import Layout, build
-from gradwire.errors import GroupError, UsageError
+from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.store.rendezvous import Rendezvous
 
-LIMIT = 1 << 24
-"""Bytes that a rank may send to describe what it knows of the others."""
 
-JSON = Any
-"""What `json` reads and writes. Never pickle: reading what another rank has sent must not be able to run code."""
+class HostReport(NamedTuple):
+    """What a rank knows of itself before it knows the layout."""
+
+    carries: bool
+    host: int
+    hosts: int
+    rank: int | None
 
 
 def discover_hosts(rendezvous: Rendezvous, host: str) -> Layout:
@@ -40,67 +42,27 @@ def discover_from_groups(inside: Group, across: Group | None, rank: int | None) 
     what their carriers have received.
     """
     mine = HostReport(across is not None, across.rank if across else 0, across.size if across else 1, rank)
-    mates = [_report(value) for value in _exchange(inside, _plain(mine))]
-    own = [_plain(mate) for mate in mates]
-    column = None if across is None else _exchange(across, [inside.rank, own])
+    mates = [HostReport(*value) for value in _exchange(inside, mine)]
+    column = None if across is None else _exchange(across, [inside.rank, mates])
     # All hosts have the rail of their first rank in common, so its identity, which that rank passes on, names the whole.
     group_id = (inside if across is None else across).ledger.events.child_id("hierarchical")
     received = _exchange(inside, [column, group_id])
-    layout = from_reports(mates, [_column(value[0]) for value in received])
-    return layout, layout.hosts[mates[0].host][inside.rank], int(received[0][1])
+    columns = [
+        column and [(place, [HostReport(*report) for report in reports]) for place, reports in column]
+        for column, _ in received
+    ]
+    layout = from_reports(mates, columns)
+    return layout, layout.hosts[mates[0].host][inside.rank], received[0][1]
 
 
-def _exchange(group: Group, value: JSON) -> list[JSON]:
-    """Every rank's value, in rank order."""
-    if group.size == 1:
-        return [value]
+def _exchange(group: Group, value: Any) -> list[Any]:
+    """Every rank's value, in rank order. As JSON, never by pickle: reading what another rank has sent must not run code."""
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = torch.empty(group.size, dtype=torch.int64, device="cpu")
     group.run(build.all_gather_into_tensor(lengths, torch.tensor([mine.numel()], device="cpu"), label="who is where?"))
-    if not all(0 < n <= LIMIT for n in lengths.tolist()):
-        raise _unreadable(f"the ranks of {group.name} announce descriptions of {lengths.tolist()} bytes")
     places = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths.tolist()]
     group.run(build.all_gather(places, mine, label="who is where?"))
-    try:
-        return [json.loads(bytes(place.tolist())) for place in places]
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(f"what a rank of {group.name} has sent cannot be read: {error}") from error
-
-
-def _plain(report: HostReport) -> JSON:
-    return [report.carries, report.host, report.hosts, report.rank]
-
-
-def _report(value: JSON) -> HostReport:
-    match value:
-        case [bool(carries), int(host), int(hosts), int() | None as rank]:
-            return HostReport(carries, host, hosts, rank)
-    raise _unreadable(f"{value!r} is not a report of a rank")
-
-
-def _column(value: JSON) -> Column | None:
-    if value is None:
-        return None
-    try:
-        return [(int(place), [_report(report) for report in reports]) for place, reports in value]
-    except (ValueError, TypeError) as error:
-        raise _unreadable(f"{value!r} does not describe the ranks of a host") from error
-
-
-def _unreadable(problem: str) -> GroupError:
-    return GroupError(
-        f"HierarchicalGroup(inside, across): {problem}. Check that all ranks run the same version of gradwire."
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class HostReport:
-    """What a rank knows of itself before it knows the layout."""
-
-    carries: bool
-    host: int
-    hosts: int
-    rank: int | None
+    return [json.loads(bytes(place.tolist())) for place in places]
 
 
 Column = list[tuple[int, list[HostReport]]]

@@ -3,15 +3,14 @@
     group = HierarchicalGroup.discover(store, rank, size)     # finds the hosts, makes the parts
     group = HierarchicalGroup(inside, across)                 # or of parts that you have
 
-`layout.py`: which ranks are on which host. `discovery.py`: how ranks determine that. `parts.py`: the groups inside and between
-hosts. `programs.py`: the steps of a collective. `failures.py`: what a part's error means for the whole.
+`discovery.py`: how ranks determine which of them share a host. `subgroups.py`: the groups inside and between hosts, and what their
+errors mean for the whole. `two_level_programs.py`: the steps of a collective.
 
 Note [One failure]
 A part that fails leaves ranks out of step, so the whole fails: here at once, in the other parts of this rank, and through them
 on every rank that shares one, until all have failed. What failed first is written into the membership before that, so that all
 ranks name the same lost rank, also those that share no part with it. Without a store there is no membership; then a rank that
-shares no part with the lost one raises GroupAborted, which names the rank that aborted. The whole also fails when one of its
-collectives has timed out: some of its steps may have been taken on some ranks.
+shares no part with the lost one raises GroupAborted. The whole also fails when one of its collectives has timed out.
 """
 
 from __future__ import annotations
@@ -37,13 +36,14 @@ from gradwire.groups.failure.membership import Membership
 from gradwire.groups.failure.monitor import Monitor
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.hierarchical.discovery import discover_from_groups, discover_hosts
-from gradwire.groups.hierarchical.subgroup_failures import (
+from gradwire.groups.hierarchical.subgroups import (
+    GroupParts,
     chained,
     for_part,
     in_terms_of_whole,
     interrupted,
+    make_parts,
 )
-from gradwire.groups.hierarchical.subgroups import GroupParts, make_parts
 from gradwire.groups.hierarchical.two_level_programs import TwoLevel
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.shared_memory import SharedMemoryGroup
@@ -80,29 +80,24 @@ class HierarchicalGroup(Group):
     ) -> None:
         """`inside` holds the ranks of this host; `across`, on its first k ranks, those with the same rank in the `inside` of
         every host, numbered by host; on the others it is None. k is the same on all hosts: 1 for a leader each, all where hosts
-        are alike. `messages` holds all ranks, in order.
-
-        `rank` is this rank's number in the whole, where ranks are not numbered host by host. All of that is exchanged between
-        the ranks and checked, unless `layout` is given. `store` is where ranks publish their progress and failures.
-        """
+        are alike. `messages` holds all ranks, in order. `rank` is this rank's number in the whole, where ranks are not numbered
+        host by host. All of that is checked between the ranks, unless `layout` is given. `store` is where ranks publish their
+        progress and failures."""
+        group_id: int | None
         if layout is None:
-            group_id: int | None
             layout, rank, group_id = discover_from_groups(inside, across, rank)
         elif rank is None:
             raise UsageError(f"{type(self).__name__}: a layout was given, but no rank. Pass rank= as well.")
         else:
             group_id = None if messages is None else messages.ledger.events.child_id("hierarchical")
-        parts = GroupParts.of(layout, rank, inside, across, messages)
-        super().__init__(
-            rank,
-            layout.size,
-            name=name or "hierarchical",
-            timeout=inside.timeout if timeout is None else timeout,
-        )
+        parts = GroupParts(layout, rank, inside, across, messages)
+        timeout = inside.timeout if timeout is None else timeout
+        super().__init__(rank, layout.size, name=name or "hierarchical", timeout=timeout)
         self.layout = layout
         if store is None:  # else the monitor does it
             self.ledger.identify(group_id)
         self.inside, self.across, self.messages = parts.inside, parts.across, parts.messages
+        self.in_one_process = inside.in_one_process
         self._parts = parts
         self._store = store
         self._two_level = TwoLevel(layout, self.rank)
@@ -117,18 +112,21 @@ class HierarchicalGroup(Group):
         self._watchdog.on_tick.append(self._monitor.tick)
         # After the base class's finalizer was made, so that at exit this thread ends first.
         self._lane_finalizer = finalize_here(self, self._lane.stop, 2.0)
-        # No rank has a group before every rank has: what a rank does first must not wait for another that is still being made.
         try:
-            if store is None:
-                for step in self._two_level.carry_out(build.barrier(label="all here?")):
-                    parts.part(step.where).submit_and_wait(step.op.within(self.timeout))
-            else:
-                rendezvous = Rendezvous(store, self.rank, self.size, timeout=self.timeout, who=self)
-                with rendezvous.meeting(rendezvous.next_key("gradwire/made")):
-                    rendezvous.all_processes()
+            self._wait_until_all_have_one()
         except BaseException as error:
             self._monitor.leave(error)
             raise
+
+    def _wait_until_all_have_one(self) -> None:
+        """No rank has a group before every rank has: what a rank does first must not wait for another that is still being made."""
+        if self._store is None:
+            for step in self._two_level.carry_out(build.barrier(label="all here?")):
+                self._parts.part(step.where).submit_and_wait(step.op.within(self.timeout))
+        else:
+            rendezvous = Rendezvous(self._store, self.rank, self.size, timeout=self.timeout, who=self)
+            with rendezvous.meeting(rendezvous.next_key("gradwire/made")):
+                rendezvous.all_processes()
 
     @classmethod
     def discover(
@@ -246,8 +244,8 @@ class HierarchicalGroup(Group):
         way = self._parts.route(op)
         if way is None:
             raise UsageError(
-                f"{op} on {self}: it may concern a rank on another host, and there is no group that joins the two. "
-                "Make the group with discover(), or with messages=, a group of all ranks."
+                f"{op} on {self}: it may concern a rank on another host, and there is no group that joins the two. Make the group "
+                "with discover(), or with messages=, a group of all ranks."
             )
         part, step = way
         members = self._parts.members[part]
@@ -270,11 +268,6 @@ class HierarchicalGroup(Group):
         return work
 
     # -- memory and members --------------------------------------------------------------------------------------------
-
-    @property
-    def in_one_process(self) -> bool:  # type: ignore[override]
-        """As the ranks of this host are."""
-        return self.inside.in_one_process
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         """Memory of the host's own group: slices of it are reduced where they lie."""

@@ -1,4 +1,6 @@
-"""`Moves`: collectives that bring pieces from each rank to each other rank, in two levels.
+"""`Moves`: one rank's place in the layout, and the collectives that bring pieces from each rank to each other, in two levels.
+
+See Note [Rails] in `collectives/layout.py`.
 
 Note [Moving pieces]
 Gather, scatter and all-to-all are one thing: every rank has a piece, perhaps empty, for every other. A piece goes to its sender's
@@ -9,23 +11,77 @@ all-to-all the ranks exchange them first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, build
+from gradwire.collectives import Collective, Layout, build
 from gradwire.collectives.lower import flat
 from gradwire.collectives.reference import store
 from gradwire.errors import CollectiveMismatch
-from gradwire.groups.hierarchical.position import HostPlace, Step, Steps, split_row
 
 Sizes = Callable[[int, int], int]
 """How many elements one rank has for another."""
 
 
-class Moves(HostPlace):
-    """The moves of one rank."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective of one of the two groups that a rank is in."""
+
+    where: Literal["inside", "across"]
+    op: Collective
+
+
+Steps = Generator[Step, None, None]
+
+
+def split_row(row: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """A flat tensor in parts of `sizes`."""
+    return list(row.split(list(sizes)))
+
+
+class Moves:
+    """One rank: its host, its index there, the ranks it shares them with, and its moves."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.size = layout.size
+        self.host, self.index = layout.place(rank)
+        self.mates = layout.hosts[self.host]
+        self.width = layout.width
+        self.carries = self.index < self.width
+        self.alone = len(self.mates) == 1
+        self.others = [h for h in range(len(layout.hosts)) if h != self.host]
+
+    def bundle(self, sizes: Sequence[int], host: int, rail: int) -> list[int]:
+        """The sizes of what the ranks of a host that use `rail` have."""
+        return [sizes[rank] for rank in self.layout.rail(host, rail)]
+
+    def _sizes_carried(self, size_of: Callable[[int], int]) -> list[int]:
+        """How much this rank carries for each rank of its host."""
+        return [size_of(m) if self.carries and i % self.width == self.index else 0 for i, m in enumerate(self.mates)]
+
+    def to_carriers(self, mine: Tensor, size_of: Callable[[int], int], label: str) -> Generator[Step, None, Tensor]:
+        """Hand `mine` to this rank's carrier; a carrier gets what its rail has brought, in one row."""
+        if len(self.mates) == self.width:
+            return mine
+        sizes = self._sizes_carried(size_of)
+        row = mine.new_empty(sum(sizes))
+        pieces = [mine if i == self.index % self.width else mine[:0] for i in range(len(self.mates))]
+        yield Step("inside", build.all_to_all(split_row(row, sizes), pieces, label=label))
+        return row
+
+    def from_carriers(self, output: Tensor, row: Tensor, size_of: Callable[[int], int], label: str) -> Steps:
+        """The way back: a carrier hands each rank of its rail its piece of `row`."""
+        if len(self.mates) == self.width:
+            store(output, row)
+            return
+        places = [output if i == self.index % self.width else output[:0] for i in range(len(self.mates))]
+        yield Step("inside", build.all_to_all(places, split_row(row, self._sizes_carried(size_of)), label=label))
 
     def gather(self, op: Collective) -> Steps:
         """One piece from every rank to the root."""
@@ -99,12 +155,12 @@ class Moves(HostPlace):
         received = dict(zip(order, split_row(row, [sizes(s, self.rank) for s in order]), strict=True))
         wrong = {s: t.numel() for s, t in received.items() if t.numel() != places[s].numel()}
         if wrong:
+            which = [
+                f"{n} elements from rank {s} where there is room for {places[s].numel()}" for s, n in wrong.items()
+            ]
             raise CollectiveMismatch(
-                f"rank {self.rank} expects other sizes than it was sent: "
-                + "; ".join(
-                    f"{n} elements from rank {s} where there is room for {places[s].numel()}" for s, n in wrong.items()
-                )
-                + ". Sizes that ranks expect of each other must agree."
+                f"rank {self.rank} expects other sizes than it was sent: {'; '.join(which)}. Sizes that ranks expect of each other "
+                "must agree."
             )
         for sender, t in received.items():
             store(places[sender], t)

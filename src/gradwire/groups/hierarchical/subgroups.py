@@ -1,28 +1,29 @@
-"""`GroupParts`: the groups that a two-level group is made of, and which ranks of the whole are in each.
+"""`GroupParts`: the groups that a two-level group is made of, which ranks of the whole are in each, and what their errors mean.
 
 Note [Three parts]
 `inside` has the ranks of this host. `across` has, for each carrier, the ranks with its place in all hosts (see Note [Rails]).
-`messages`, if there is one, has all ranks in order, and carries sends and receives, also those within a host. They could go through
-`inside` where both ends are on one host. But a receive from any rank would then have to wait in two groups at once, and an engine
-cannot cancel the receive that got no message: it would take a later one. A sender does not know what its receiver has asked for,
-so the route must depend on neither. Without `messages` a message goes through `inside` or `across` where both ends are in it, and
-a receive from any rank is refused. A sub-group's `across` is made from `messages` as well.
+`messages`, if there is one, has all ranks in order, and carries sends and receives, also those within a host: a receive from any
+rank could not wait in two groups at once. Without `messages` a message goes through `inside` or `across` where both ends are in it,
+and a receive from any rank is refused. A sub-group's `across` is made from `messages` as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from gradwire.collectives import Collective, Layout, Scope
-from gradwire.errors import UsageError
+from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import Group
-from gradwire.groups.hierarchical.subgroup_failures import in_ranks_of_whole
+from gradwire.groups.failure.membership import Membership
+from gradwire.groups.failure.monitor import find_culprit
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.store.rendezvous import Rendezvous
+from gradwire.groups.work import Work
 
+G = TypeVar("G", bound=GroupError)
 Make = Callable[[str, Sequence[int]], Group]
 """Makes the part of that name, of these ranks of the whole."""
 
@@ -50,23 +51,13 @@ def make_parts(layout: Layout, rendezvous: Rendezvous, *, inside: Make, across: 
         made.pop_all()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class GroupParts:
     """See Note [Three parts]. `members` has the ranks of the whole that are in each part, in the part's order."""
 
-    layout: Layout
-    rank: int
-    inside: Group
-    across: Group | None
-    messages: Group | None
-    members: dict[Group, tuple[int, ...]]
-
-    @classmethod
-    def of(cls, layout: Layout, rank: int, inside: Group, across: Group | None, messages: Group | None) -> GroupParts:
-        """Check that the groups fit the layout."""
+    def __init__(self, layout: Layout, rank: int, inside: Group, across: Group | None, messages: Group | None) -> None:
         mates = layout.hosts[layout.place(rank)[0]]
         everyone = tuple(range(layout.size))
-        if messages is None and len(layout.hosts) == 1 and mates == everyone:
+        if messages is None and mates == everyone:
             messages = inside
         carries = len(layout.hosts) > 1 and inside.rank < layout.width
         fits = {
@@ -77,15 +68,15 @@ class GroupParts:
         for part, (group, fit) in fits.items():
             if not fit:
                 raise UsageError(
-                    f"HierarchicalGroup: {part} is {group}, which does not fit rank {rank} of {layout}. See the "
-                    "constructor for the ranks of each group."
+                    f"HierarchicalGroup: {part} is {group}, which does not fit rank {rank} of {layout}. See the constructor for "
+                    "the ranks of each group."
                 )
-        members = {inside: mates}
+        self.inside, self.across, self.messages = inside, across, messages
+        self.members: dict[Group, tuple[int, ...]] = {inside: mates}
         if across is not None:
-            members[across] = tuple(ranks[inside.rank] for ranks in layout.hosts)
+            self.members[across] = tuple(ranks[inside.rank] for ranks in layout.hosts)
         if messages is not None:
-            members[messages] = everyone
-        return cls(layout, rank, inside, across, messages, members)
+            self.members[messages] = everyone
 
     def part(self, where: str) -> Group:
         """The part that carries out a step: "inside" or "across"."""
@@ -115,3 +106,73 @@ class GroupParts:
             return None
         members = self.members[part]
         return Arrivals(tuple(members[r] for r in joined), tuple(members[r] for r in missing))
+
+
+# -- a part's error in terms of the whole: ranks of the whole group, and the operation that its caller knows -------------------
+
+
+def in_terms_of_whole(
+    error: Exception, members: Sequence[int], where: str, membership: Membership | None, place: int
+) -> Exception:
+    """The error for what was done at `where`, when a part of `members` has failed with `error`. See Note [One failure]."""
+    if isinstance(error, CollectiveMismatch):
+        ops = {members[r]: s for r, s in error.ops.items() if r < len(members)}
+        return chained(CollectiveMismatch(f"{where}: {error}", ops=ops), error)
+    if not isinstance(error, (PeerLost, GroupAborted)):
+        return error
+    rank, why = None, "a peer is gone"
+    if isinstance(error, PeerLost) and error.rank is not None:
+        rank, why = members[error.rank], str(error)
+    elif membership is not None:
+        rank, why = find_culprit(membership, place, patience=1.0 if isinstance(error, PeerLost) else 0.0)
+    if rank is not None:
+        text = f"{where}: rank {rank} is lost. Look at its output for the cause; make a new group to go on. What is known: {why}"
+        return chained(PeerLost(text, rank=rank, op=error.op if isinstance(error, PeerLost) else None), error)
+    if isinstance(error, GroupAborted):
+        return chained(GroupAborted(f"{where}: the group was aborted: {error.reason}", reason=error.reason), error)
+    return chained(PeerLost(f"{where}: {why}. {error}", op=error.op), error)
+
+
+@contextmanager
+def in_ranks_of_whole(members: Sequence[int], rendezvous: Rendezvous) -> Iterator[None]:
+    """While a part of `members` is made: its errors about ranks in terms of the whole, which meets in `rendezvous`."""
+    try:
+        yield
+    except PeerLost as error:
+        if rendezvous.found(error) or error.rank is None:
+            raise
+        raise PeerLost(f"{rendezvous.who}: {error}", rank=members[error.rank]) from error
+    except CollectiveTimeout as error:
+        if rendezvous.found(error) or error.missing is None:
+            raise
+        missing = rendezvous.missing_of_all([members[rank] for rank in error.missing])
+        joined = [rank for rank in range(rendezvous.size) if rank not in missing]
+        raise rendezvous.absent(missing, joined) from error
+
+
+def interrupted(work: Work, error: BaseException) -> GroupAborted:
+    """The error for an operation that `error`, such as Ctrl-C, has broken off on this rank."""
+    why = f"rank {work.ledger.rank} broke {work.op} off: {type(error).__name__}{f': {error}' if str(error) else ''}"
+    return GroupAborted(f"{work.ledger.where(work)}: {why}. Every rank can call recover() to go on.", reason=why)
+
+
+def for_part(error: BaseException, members: Sequence[int], name: str) -> BaseException:
+    """What to fail a part of `members` with, when the whole, called `name`, has failed with `error`."""
+    if isinstance(error, PeerLost) and error.rank in members:
+        return PeerLost(str(error), rank=members.index(error.rank), op=error.op)
+    if isinstance(error, CollectiveTimeout):
+        joined, missing = (
+            None if ranks is None else tuple(members.index(rank) for rank in ranks if rank in members)
+            for ranks in (error.joined, error.missing)
+        )
+        return CollectiveTimeout(str(error), op=error.op, joined=joined, missing=missing)
+    if isinstance(error, GroupAborted):
+        return error
+    return GroupAborted(f"{name} has failed: {error}", reason=str(error))
+
+
+def chained(error: G, cause: Exception) -> G:
+    """`error` with its cause, but without the cause's traceback: its frames would keep the part, and so its memory, alive as
+    long as the error. The message of the cause is kept."""
+    error.__cause__ = cause.with_traceback(None)
+    return error

@@ -1,14 +1,13 @@
 """Every collective in two levels: generators that yield steps, each a collective of the host's own group or of a rail.
 
 The layout determines the ranks of a step (`collectives/layout.py`); `group.py` submits it to a group and handles failures.
-`host_place.py` has the place of a rank in the layout, `moves.py` the collectives that move pieces. This module uses no group,
-thread or engine, so it is tested with simulated ranks.
+`pairwise.py` has the collectives that move pieces. This module uses no group, thread or engine, so it is tested with simulated
+ranks.
 
 Note [All-reduce in two levels]
 Reduce-scatter inside the host, one slice for each carrier; all-reduce of each slice in its rail; all-gather inside. With h hosts,
-n bytes leave and enter a host 2 (h - 1) / h times, however many ranks it has; a ring over all ranks of all hosts does as well
-only if hosts follow each other in it, and loads one link after the other. All rails work at the same time, so the link is filled by
-as many connections as there are carriers. Inside, with shared memory, each byte is read once and written once in each half.
+n bytes leave and enter a host 2 (h - 1) / h times, however many ranks it has. All rails work at the same time, so the link is
+filled by as many connections as there are carriers. Inside, with shared memory, each byte is read and written once in each half.
 
 Note [Rounded once on each level]
 float16, bfloat16 and float8 are summed in float32 and rounded, once in the host and once between hosts. To send float32 between
@@ -29,8 +28,7 @@ from gradwire.collectives.aliasing import is_native
 from gradwire.collectives.lower import flat, lower
 from gradwire.collectives.reference import cut, perform, store, working_dtype, writes
 from gradwire.errors import InternalError
-from gradwire.groups.hierarchical.pairwise import Moves
-from gradwire.groups.hierarchical.position import HostPlace, Step, Steps, split_row
+from gradwire.groups.hierarchical.pairwise import Moves, Step, Steps, split_row
 
 SMALLEST_SLICE = 1024
 """Elements below which a slice is not divided further: a shorter message costs as much."""
@@ -44,12 +42,11 @@ takes = partial(is_native, kinds=_NATIVE)
 """Whether there is a two-level program for a collective; others are composed of those that have one."""
 
 
-class TwoLevel(HostPlace):
+class TwoLevel(Moves):
     """The programs of one rank."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
         super().__init__(layout, rank)
-        self._moves = Moves(layout, rank)
         self._one_group = layout.hosts == (tuple(range(self.size)),)
 
     def carry_out(self, op: Collective) -> Steps:
@@ -57,23 +54,16 @@ class TwoLevel(HostPlace):
         return writes(op.outputs, self._steps(op))
 
     def _steps(self, op: Collective) -> Steps:
-        if op.scope is not Scope.WORLD:
-            yield from self._in_part(op.scope, op.among(Scope.WORLD))
-            return
-        if self._one_group:
-            yield Step("inside", op)
-            return
-        for part in lower(op, rank=self.rank, size=self.size, takes=takes):
-            yield from self._native(part)
-
-    def _in_part(self, scope: Scope, op: Collective) -> Steps:
-        """One step in the group of that scope. With a single host there is no group between hosts: compute the result here."""
-        if scope is Scope.INSIDE:
-            yield Step("inside", op)
+        part = op.among(Scope.WORLD)
+        if op.scope is Scope.INSIDE or (op.scope is Scope.WORLD and self._one_group):
+            yield Step("inside", part)
+        elif op.scope is Scope.WORLD:
+            for step in lower(op, rank=self.rank, size=self.size, takes=takes):
+                yield from self._native(step)
         elif self.others:
-            yield Step("across", op)
-        else:
-            perform([op])
+            yield Step("across", part)
+        else:  # with a single host there is no group between hosts
+            perform([part])
 
     def _native(self, op: Collective) -> Steps:
         kind, label = op.kind, op.label
@@ -92,9 +82,9 @@ class TwoLevel(HostPlace):
             parts = [flat(t) for t in op.inputs]
             yield from self._reduce_scatter(flat(op.outputs[0]), parts, op.reduce_op or ReduceOp.SUM, label)
         elif kind is OpKind.GATHER:
-            yield from self._moves.gather(op)
+            yield from self.gather(op)
         elif kind is OpKind.SCATTER:
-            yield from self._moves.scatter(op)
+            yield from self.scatter(op)
         elif kind is OpKind.ALL_TO_ALL:
             yield from self._all_to_all(op.outputs, op.inputs, label)
         elif kind is OpKind.ALL_TO_ALL_SINGLE:
@@ -212,10 +202,10 @@ class TwoLevel(HostPlace):
         yield from self.from_carriers(output, bundle, lambda rank: inputs[rank].numel(), label)
 
     def _all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: str) -> Steps:
-        """The ranks exchange the sizes of all pieces first: see Note [Moving pieces] in moves.py."""
+        """The ranks exchange the sizes of all pieces first: see Note [Moving pieces] in pairwise.py."""
         places, pieces = [flat(t) for t in outputs], [flat(t) for t in inputs]
         row = torch.tensor([t.numel() for t in pieces], device=pieces[0].device)
         rows = row.new_empty(self.size * self.size)
         yield from self._all_gather(split_row(rows, [self.size] * self.size), row, label)
         table: list[list[int]] = rows.view(self.size, self.size).tolist()
-        yield from self._moves.move(places, pieces, lambda source, target: table[source][target], label)
+        yield from self.move(places, pieces, lambda source, target: table[source][target], label)

@@ -1,4 +1,4 @@
-"""`Engine`: one communicator at work. Posts operations, tests whether they are over, and exchanges control messages.
+"""`MpiEngine`: one communicator at work. Posts operations, tests whether they are over, and exchanges control messages.
 
 Note [Which thread makes progress]
 MPI moves bytes only while a thread calls it. A caller that waits tests its own requests, which moves all others too; so a
@@ -21,19 +21,19 @@ message of it can be under way. Otherwise it is kept (see Note [What never compl
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from gradwire.collectives import Collective, OpKind
-from gradwire.groups.mpi.control_messages import ControlMessages, Message
 from gradwire.groups.mpi.native import Native
-from gradwire.groups.mpi.pending_requests import PendingRequests
-from gradwire.groups.mpi.receive_matcher import ReceiveMatcher
-from gradwire.groups.mpi.runtime import Comm, Runtime
+from gradwire.groups.mpi.pending_requests import PendingRequests, ReceiveMatcher
+from gradwire.groups.mpi.runtime import MPI, Comm, Runtime
 
 _BUSY, _PATIENT, _RESTING = 0.0001, 0.005, 0.001
 """Seconds between polls: with young operations in flight, with old ones only, with none."""
@@ -50,6 +50,59 @@ _ASK_PATIENCE, _ASK_AGAIN = 0.1, 0.5
 """Seconds that answers may take; seconds until the same is asked again."""
 
 
+_ROOM = 2048
+"""Bytes of a control message."""
+_LONGEST = _ROOM // 8
+"""Characters of text in it: each may take six bytes."""
+
+
+class ControlMessages:
+    """What one rank sends and receives in one communicator: how many collectives it has joined, that it aborts, that it leaves.
+
+    A receive from any rank is always posted; sending never waits. All under the runtime's lock.
+    """
+
+    def __init__(self, mpi: MPI, comm: Comm, tag: int) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._tag = tag
+        self._room = bytearray(_ROOM)
+        self._status = mpi.Status()
+        self._receive: Any = None
+        self.unsent: list[tuple[Any, bytes]] = []
+        """Sends that are not over."""
+        self._post_receive()
+
+    def _post_receive(self) -> None:
+        self._receive = self._comm.Irecv([self._room, self._mpi.BYTE], source=self._mpi.ANY_SOURCE, tag=self._tag)
+
+    def send(self, rank: int, **message: Any) -> None:
+        """Send `message` to `rank`."""
+        short = {key: value[:_LONGEST] if isinstance(value, str) else value for key, value in message.items()}
+        data = json.dumps(short).encode()
+        request = self._comm.Isend([data, len(data), self._mpi.BYTE], dest=rank, tag=self._tag)
+        if not request.Test():
+            self.unsent.append((request, data))
+
+    def receive(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The messages that have arrived: (source, message)."""
+        while self._receive is not None and self._receive.Test(self._status):
+            data = bytes(self._room[: self._status.Get_count(self._mpi.BYTE)])
+            source = self._status.Get_source()
+            self._post_receive()
+            yield source, json.loads(data)
+        for sending in list(self.unsent):  # in place: a signal handler may send in between
+            if sending[0].Test():
+                self.unsent.remove(sending)
+
+    def close(self) -> None:
+        """Receive no more."""
+        if self._receive is not None:
+            self._receive.Cancel()
+            self._receive.Wait()
+            self._receive = None
+
+
 @dataclass(slots=True)
 class Peer:
     """What is known of another rank."""
@@ -62,7 +115,7 @@ class Peer:
     clean: bool = True
 
 
-class Engine:
+class MpiEngine:
     """A rank's half of a communicator. Knows requests and peers, no Work and no group."""
 
     def __init__(
@@ -78,7 +131,7 @@ class Engine:
         """Whether no operation is begun any more."""
         self.clean = True
         """Whether all ranks' messages have met, as far as this rank knows."""
-        self.aborted: tuple[int, str] | None = None
+        self.aborted: str | None = None
         """Which rank has aborted, and why."""
         self.peers = {r: Peer() for r in range(comm.size) if r != self.rank}
         self.pending: dict[int, PendingRequests] = {}
@@ -108,21 +161,17 @@ class Engine:
             pending = PendingRequests(self._matcher, op, cancelable=op.kind is OpKind.RECV)
             try:
                 self._native.post(pending, op)
-            except BaseException:
-                self._abandon(pending)
+            except BaseException:  # it was begun in part: what was posted may still read and write
+                pending.withdraw()
+                if pending.requests:
+                    self.clean = False
+                    self.runtime.keep_alive.requests.append(pending)
                 raise
             pending.on_done = on_done
             self.pending[id(pending)] = pending
         if not self._running:
             self._wake()
         return pending
-
-    def _abandon(self, pending: PendingRequests) -> None:
-        """It was begun in part. What was posted may still read and write."""
-        pending.withdraw()
-        if pending.requests:
-            self.clean = False
-            self.runtime.keep_alive.requests.append(pending)
 
     def _ended(self, pending: PendingRequests) -> None:
         """Under the lock: it is over. See Note [Memory outlives the requests] in pending_requests.py."""
@@ -183,7 +232,9 @@ class Engine:
                 active = now
                 if now - looked > _SUSPICIOUS_AGE / 3:
                     looked = now
-                    self._check_old(all_pending)
+                    if any(now - pending.posted > _SUSPICIOUS_AGE for pending in all_pending) and not self.ended:
+                        self._send_progress()
+                        self._on_change()
             young = any(now - pending.posted < _OLD for pending in all_pending)
             time.sleep(_RESTING if not all_pending or self._waiters else _BUSY if young else _PATIENT)
             if now - active > _REST:
@@ -204,7 +255,7 @@ class Engine:
             done = [pending for pending in list(self.pending.values()) if pending.test(self._mpi)]
             for pending in done:
                 self._ended(pending)
-            self._handle(self._control.receive())
+            self._handle_messages()
         finally:
             self.runtime.lock.release()
         for pending in done:
@@ -213,22 +264,17 @@ class Engine:
             self._changed = False
             self._on_change()
 
-    def _check_old(self, all_pending: Iterable[PendingRequests]) -> None:
-        if any(pending.age > _SUSPICIOUS_AGE for pending in all_pending) and not self.ended:
-            self._send_progress()
-            self._on_change()
-
     # -- the other ranks ------------------------------------------------------------------------------------------------
 
-    def _handle(self, messages: Iterable[tuple[int, Message]]) -> None:
-        for rank, message in messages:
+    def _handle_messages(self) -> None:
+        for rank, message in self._control.receive():
             peer = self.peers[rank]
             peer.joined = max(peer.joined, message["joined"])
             self._answered.add(rank)
             if "left" in message:
                 peer.left, peer.clean, self._changed = time.perf_counter(), message["clean"], True
             if "reason" in message and self.aborted is None:
-                self.aborted, self._changed = (rank, message["reason"]), True
+                self.aborted, self._changed = message["reason"], True
             if "ask" in message and not self._stopped:
                 self._control.send(rank, joined=self.joined)
                 peer.sent = self.joined
@@ -305,8 +351,8 @@ class Engine:
     def settle_departure(self) -> bool:
         """Free the communicators if every rank has left. True if there is nothing more to do. See Note [Leaving]."""
         with self.runtime.lock:
-            self._handle(self._control.receive())
-            if any(peer.left is None for peer in self.peers.values()) or not self._control.sent:
+            self._handle_messages()
+            if any(peer.left is None for peer in self.peers.values()) or self._control.unsent:
                 return False
             self._control.close()
             if self.clean and all(peer.clean and peer.joined == self.joined for peer in self.peers.values()):
@@ -317,7 +363,4 @@ class Engine:
 
 def tag_of(name: str, limit: int) -> int:
     """A tag that all ranks derive from a group's name."""
-    value: Any = 0
-    for byte in name.encode():
-        value = (value * 131 + byte) % limit
-    return int(value)
+    return zlib.crc32(name.encode()) % limit

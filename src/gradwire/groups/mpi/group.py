@@ -6,8 +6,8 @@ on the group's lane. `native.py` posts MPI's collectives, `engine.py` makes prog
 
 Note [An operation that was given up]
 When a deadline passes, the operation fails here; in MPI it goes on, and so does a program on the lane, because the others may
-still join, and the n-th collectives of all ranks must meet. If they do, the group stays usable. What the operation writes
-then, it writes into tensors that no caller waits for: leave them alone until the group is closed or has recovered.
+still join, and the n-th collectives of all ranks must meet. If they do, the group stays usable. Leave the tensors of such an
+operation alone until the group is closed or has recovered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradwire.errors import UNEVEN, CollectiveMismatch, GroupAborted, GroupError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.ledger import Arrivals, Ledger
-from gradwire.groups.mpi.engine import Engine, tag_of
+from gradwire.groups.mpi.engine import MpiEngine, tag_of
 from gradwire.groups.mpi.native import Native
 from gradwire.groups.mpi.pending_requests import PendingRequests
 from gradwire.groups.mpi.runtime import Comm, runtime
@@ -84,12 +84,12 @@ class MPIGroup(Group):
         part = here.bounded(lambda: world.Create_group(world.Get_group().Incl(ranks), tag), timeout, what)
         return cls(_Owned(part), timeout=timeout, name=name)
 
-    def _engine_on(self, comm: Comm, spare: Comm) -> Engine:
+    def _engine_on(self, comm: Comm, spare: Comm) -> MpiEngine:
         label = f"{self.name}-{self.rank}"
-        return Engine(self._runtime, self._native, comm, spare, name=label, on_change=weakly(self._check_news))
+        return MpiEngine(self._runtime, self._native, comm, spare, name=label, on_change=weakly(self._check_news))
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> MpiEngine:
         return self._engines[-1]
 
     # -- the one verb --------------------------------------------------------------------------------------------------
@@ -103,9 +103,7 @@ class MPIGroup(Group):
                 "from_process_group with NCCL."
             )
         if op.tag > self._native.tag_limit:
-            raise UsageError(
-                f"{op} on {self}: the tag is too large. This MPI has tags up to {self._native.tag_limit} for you."
-            )
+            raise UsageError(f"{op} on {self}: the tag is too large. This MPI has tags up to {self._native.tag_limit}.")
 
     def submit(self, op: Collective) -> Work:
         """Hand `op` to MPI, or its parts to the lane."""
@@ -124,7 +122,7 @@ class MPIGroup(Group):
                 self._lane.put(lambda: self._run_program(work, engine))
         return work
 
-    def _start(self, work: MPIWork, engine: Engine, program: Iterator[Collective]) -> None:
+    def _start(self, work: MPIWork, engine: MpiEngine, program: Iterator[Collective]) -> None:
         """One step is the whole operation, but for what a message from or into strided memory needs before and after."""
         if work.settled:
             return
@@ -147,7 +145,7 @@ class MPIGroup(Group):
         if pending is not None:  # else the group is ending, and fails what is in its ledger
             work.watch(engine, pending)
 
-    def _run_program(self, work: MPIWork, engine: Engine) -> None:
+    def _run_program(self, work: MPIWork, engine: MpiEngine) -> None:
         """On the lane: one step after another. See Note [An operation that was given up]."""
         work.ledger.started(work, time.perf_counter())
         program = self._program(work.op)
@@ -171,8 +169,7 @@ class MPIGroup(Group):
         """The sender, if it is a receive; raises if a request failed or a message has another length."""
         if pending.error is not None:
             raise pending.error
-        wrong = pending.mismatched
-        if wrong is not None:
+        for wrong in [receive for receive in pending.receives if receive.discarded is not None]:
             raise CollectiveMismatch(
                 f"{step} on rank {self.rank} of {self}: rank {wrong.sender} sent {wrong.length} bytes, but there is room for "
                 f"{wrong.place.nbytes}. Both sides need the same dtype and number of elements."
@@ -183,18 +180,16 @@ class MPIGroup(Group):
 
     def _fail_operation(self, work: MPIWork, error: Exception) -> None:
         """MPI failed: so does the operation, and, unless it was a message, the group, whose ranks are not in step any more."""
-        if isinstance(error, self._runtime.mpi.Exception):
-            where = f"{work.op} (operation #{work.seq} of {self.name}) on rank {self.rank} of {self.size}"
-            if error.Get_error_class() == self._runtime.mpi.ERR_TRUNCATE:
-                translated: GroupError = CollectiveMismatch(
-                    f"{where}: another rank sent more than there is room for. MPI may have overwritten what lay behind it, so do "
-                    "not trust this process any more. All ranks must submit the same operation, with the same sizes; the "
-                    f"Verified wrapper finds the rank that did not, before anything is moved. MPI's error: {error}"
+        mpi, cause = self._runtime.mpi, error
+        if isinstance(cause, mpi.Exception):
+            error = GroupError(f"{self.ledger.where(work)}: MPI failed: {cause}. Look at the other ranks' output.")
+            if cause.Get_error_class() == mpi.ERR_TRUNCATE:
+                error = CollectiveMismatch(
+                    f"{self.ledger.where(work)}: another rank sent more than there is room for. MPI may have overwritten what lay "
+                    "behind it, so do not trust this process any more. All ranks must submit the same operation, with the same "
+                    f"sizes; the Verified wrapper finds the rank that did not, before anything is moved. MPI's error: {cause}"
                 )
-            else:
-                translated = GroupError(f"{where}: MPI failed: {error}")
-            translated.__cause__ = error
-            error = translated
+            error.__cause__ = cause
         work.fail(error)
         if not work.op.kind.is_p2p and not isinstance(error, UsageError):
             self.fail(error)
@@ -218,31 +213,21 @@ class MPIGroup(Group):
         if self.failure is not None or self.closed:
             return
         engine, pending = self._engine, list(self.ledger.pending.values())
-        where = f"on rank {self.rank} of {self.size}"
         if engine.aborted is not None:
-            what = f"{pending[0].op} (operation #{pending[0].seq} of {self.name})" if pending else self.name
-            _, reason = engine.aborted
-            self._fail_here(GroupAborted(f"{what} {where}: the group was aborted: {reason}", reason=reason))
+            where, reason = self.ledger.where(pending[0] if pending else None), engine.aborted
+            self._fail_here(GroupAborted(f"{where}: the group was aborted: {reason}", reason=reason))
             return
         now = time.perf_counter()
-        gone = {
-            rank for rank, peer in engine.peers.items() if peer.left is not None and now - peer.left > _FINAL_MESSAGES
-        }
-        for rank, peer in engine.peers.items():
+        left = {rank: peer for rank, peer in engine.peers.items() if peer.left is not None}
+        gone = {rank for rank, peer in left.items() if now - (peer.left or 0.0) > _FINAL_MESSAGES}
+        for rank, peer in left.items():
             for work in pending:
-                if peer.left is None or not isinstance(work, MPIWork):
-                    continue
                 awaited = set(engine.peers) if work.op.peer is None else {work.op.peer}
                 unsent = work.op.kind.is_p2p and rank in awaited <= gone
                 if work.place > peer.joined or unsent:
-                    self._fail_here(
-                        PeerLost(
-                            f"{work.op} (operation #{work.seq} of {self.name}) {where}: rank {rank} has left the group and "
-                            f"will not join. {UNEVEN}. Look at its output for the cause; make a new group to go on.",
-                            rank=rank,
-                            op=work.op.signature,
-                        )
-                    )
+                    text = f"{self.ledger.where(work)}: rank {rank} has left the group and will not join. {UNEVEN}."
+                    advice = "Look at its output for the cause; make a new group to go on."
+                    self._fail_here(PeerLost(f"{text} {advice}", rank=rank, op=work.op.signature))
                     return
 
     def check_peers(self) -> None:
@@ -263,9 +248,8 @@ class MPIGroup(Group):
         limit = self._recovery_limit(timeout)
         old = self._engine
         old.ended = True
-        self.ledger.fail_all(
-            GroupAborted(f"{self}: recover() was called with the operation in flight.", reason="recovery")
-        )
+        lost = GroupAborted(f"{self}: recover() was called with the operation in flight.", reason="recovery")
+        self.ledger.fail_all(lost)
         if self._revival is None:  # a second try waits for the same meeting
             with self._runtime.lock:
                 self._revival = old.spare.Idup()
@@ -280,7 +264,7 @@ class MPIGroup(Group):
         """Which ranks have joined, by their control messages."""
         if work.op.kind.is_p2p:
             return None if work.op.peer is None else Arrivals((self.rank,), (work.op.peer,))
-        place, engine = work.place if isinstance(work, MPIWork) else 0, self._engine
+        place, engine = work.place, self._engine
         engine.ask(place)
         joined = {r for r, peer in engine.peers.items() if peer.joined >= place} | {self.rank}
         return Arrivals(tuple(sorted(joined)), tuple(r for r in range(self.size) if r not in joined))
@@ -332,7 +316,7 @@ def world_ranks(rendezvous: Rendezvous, world_rank: int, world_size: int, *, wha
     return ranks, key
 
 
-def _leave(lane: Worker, engines: list[Engine]) -> None:
+def _leave(lane: Worker, engines: list[MpiEngine]) -> None:
     for engine in engines:
         engine.ended = True
     lane.stop(timeout=2.0)
@@ -345,9 +329,9 @@ class MPIWork(Work):
 
     def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
         super().__init__(op, ledger, seq=seq, timeout=timeout)
-        self._pending: tuple[Engine, PendingRequests] | None = None
+        self._pending: tuple[MpiEngine, PendingRequests] | None = None
 
-    def watch(self, engine: Engine, pending: PendingRequests) -> None:
+    def watch(self, engine: MpiEngine, pending: PendingRequests) -> None:
         """From now on, `pending` settles it."""
         self._pending = engine, pending
         if self.settled:
@@ -359,8 +343,7 @@ class MPIWork(Work):
 
     def is_completed(self) -> bool:
         """Whether it is over, done or failed."""
-        watched = self._pending
-        if watched is not None and not self.settled:
+        if (watched := self._pending) is not None and not self.settled:
             engine, pending = watched
             engine.poll(pending)
         return self.settled
@@ -372,8 +355,7 @@ class MPIWork(Work):
     def wait_settled(self, limit: float) -> bool:
         """As in Work, inside the engine."""
         until = time.perf_counter() + limit
-        watched = self._pending
-        if watched is not None:
+        if (watched := self._pending) is not None:
             engine, pending = watched
             engine.wait(pending, until, lambda: self.settled)
         return super().wait_settled(max(0.0, until - time.perf_counter()))

@@ -2,141 +2,164 @@
 
 Reductions are MPI's own where MPI has the dtype and the operation; everything is moved as bytes, whatever its dtype.
 Movements of lists, or of parts that differ in size, are plain messages between each pair of ranks: no packing, straight from
-and into the tensors (see p2p.py for how they are received). The rest is lowered to these by `collectives/lower.py`.
+and into the tensors. The rest is lowered to these by `collectives/lower.py`.
 
 Note [The same collective on every rank]
 Which MPI call is made may depend only on what is equal on all ranks: the kind, the dtype, and sizes that must agree. An
 all-to-all is therefore always made of messages, since a rank does not know whether another's parts are large. How a tensor lies in
 memory is known to one rank only: where a result would overwrite what is still to be sent, that rank sends a copy.
+
+Note [More than 2**31 bytes]
+Counts are C ints in MPI before version 4. A larger movement is one element of a datatype that is as large; a larger reduction
+is cut into pieces, each a request of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, OpKind
+from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.aliasing import apart, is_plain, span
 from gradwire.collectives.lower import as_bytes
 from gradwire.collectives.reference import store
-from gradwire.groups.mpi.datatypes import Datatypes
-from gradwire.groups.mpi.pending_requests import PendingRequests
-from gradwire.groups.mpi.receive_matcher import Receive
+from gradwire.groups.mpi.pending_requests import PendingRequests, Receive
 from gradwire.groups.mpi.runtime import MPI, Comm
 
 RESERVED_TAGS = 16
 """The highest tags are reserved for gradwire's own messages."""
+_BLOCK = 1 << 20
+_IN_PLACE = frozenset({OpKind.BROADCAST, OpKind.ALL_REDUCE, OpKind.REDUCE})
+_REDUCTIONS = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER_TENSOR})
+
+Parts = Sequence[Tensor | None]
 
 
 class Native:
-    """Our operations as MPI's."""
+    """Our operations as MPI's. A buffer is a list of memory, count and datatype, as mpi4py takes it."""
 
     def __init__(self, mpi: MPI, *, most: int = 2**31 - 1) -> None:
+        """`most` is the greatest count. Tests make it smaller, so as not to need gigabytes."""
         self._mpi = mpi
-        self.datatypes = Datatypes(mpi, most=most)
+        self._most = most
+        self._huge: dict[int, Any] = {}
         self.tag_limit: int = mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) - RESERVED_TAGS
         self._pair_tag = self.tag_limit + 1
-
-    # -- what it takes -------------------------------------------------------------------------------------------------
+        widths = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+        self._integers = {getattr(torch, name): getattr(mpi, f"{name.upper()}_T") for name in widths}
+        self._reals = {torch.float32: mpi.FLOAT, torch.float64: mpi.DOUBLE}
+        self._complex = {torch.complex64: mpi.C_FLOAT_COMPLEX, torch.complex128: mpi.C_DOUBLE_COMPLEX}
+        self._ops: dict[ReduceOp | None, Any] = {
+            ReduceOp.SUM: mpi.SUM,
+            ReduceOp.PRODUCT: mpi.PROD,
+            ReduceOp.MIN: mpi.MIN,
+            ReduceOp.MAX: mpi.MAX,
+            ReduceOp.BAND: mpi.BAND,
+            ReduceOp.BOR: mpi.BOR,
+            ReduceOp.BXOR: mpi.BXOR,
+        }
 
     def takes(self, op: Collective) -> bool:
         """Whether MPI carries out this collective as it is; the rest is lowered to ones it does."""
         kind, same = op.kind, op.outputs is op.inputs
-        if not all(is_plain(t) for t in op.inputs) or not (same or all(is_plain(t) for t in op.outputs)):
+        if kind is OpKind.REDUCE_SCATTER or not all(map(is_plain, op.inputs if same else op.inputs + op.outputs)):
             return False
-        if kind is OpKind.BROADCAST:
-            return len(op.inputs) == 1 and (same or op.inputs[0] is op.outputs[0])
-        if kind in (OpKind.ALL_REDUCE, OpKind.REDUCE):
-            return len(op.inputs) == 1 and (same or op.inputs[0] is op.outputs[0]) and self._reduces(op)
-        if kind is OpKind.REDUCE_SCATTER_TENSOR:
-            return self._reduces(op) and all(t.numel() <= self.datatypes.most for t in op.inputs)
-        return kind is not OpKind.REDUCE_SCATTER
+        if kind in _IN_PLACE and not (len(op.inputs) == 1 and (same or op.inputs[0] is op.outputs[0])):
+            return False
+        if kind is OpKind.REDUCE_SCATTER_TENSOR and any(t.numel() > self._most for t in op.inputs):
+            return False
+        return kind not in _REDUCTIONS or all(self._reducible(t.dtype, op.reduce_op) is not None for t in op.inputs)
 
-    def _reduces(self, op: Collective) -> bool:
-        return all(self.datatypes.reducible(t.dtype, op.reduce_op) is not None for t in op.inputs)
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _reducible(self, dtype: torch.dtype, reduce_op: ReduceOp | None) -> Any:
+        """MPI's datatype for a dtype, where MPI can reduce it by this operation; else None."""
+        if reduce_op not in self._ops:
+            return None
+        if dtype in self._integers:
+            return self._integers[dtype]
+        if reduce_op in (ReduceOp.SUM, ReduceOp.PRODUCT):
+            return self._reals.get(dtype) or self._complex.get(dtype)
+        return self._reals.get(dtype) if reduce_op in (ReduceOp.MIN, ReduceOp.MAX) else None
+
+    def bytes_of(self, t: Tensor) -> list[Any]:
+        """A tensor's memory as a buffer of bytes: see Note [More than 2**31 bytes]."""
+        n, byte = t.nbytes, self._mpi.BYTE
+        memory = self._mpi.memory.fromaddress(t.data_ptr(), n)
+        if n <= self._most:
+            return [memory, n, byte]
+        if n not in self._huge:
+            block = byte.Create_contiguous(_BLOCK)
+            whole, rest = divmod(n, _BLOCK)
+            self._huge[n] = self._mpi.Datatype.Create_struct([whole, rest], [0, whole * _BLOCK], [block, byte]).Commit()
+            block.Free()
+        return [memory, 1, self._huge[n]]
+
+    def _elements_of(self, t: Tensor, datatype: Any) -> list[Any]:
+        """A tensor's memory as a buffer of elements, which MPI counts itself."""
+        return [self._mpi.memory.fromaddress(t.data_ptr(), t.nbytes), datatype]
+
+    def _pieces(self, op: Collective) -> Iterator[list[Any]]:
+        """The memory of a reduction, cut so that no count is too large."""
+        t = op.inputs[0]
+        dtype, start, width, n = self._reducible(t.dtype, op.reduce_op), t.data_ptr(), t.element_size(), t.numel()
+        for offset in range(0, max(n, 1), self._most):
+            count = min(self._most, n - offset)
+            yield [self._mpi.memory.fromaddress(start + offset * width, count * width), count, dtype]
 
     # -- posting -------------------------------------------------------------------------------------------------------
 
     def post(self, pending: PendingRequests, op: Collective) -> None:
         """Begin `op`, which MPI takes; `pending` gets the requests. Under the lock; returns at once."""
-        comm = pending.matcher.comm
-        if op.kind is OpKind.RECV:
-            source = self._mpi.ANY_SOURCE if op.peer is None else op.peer
-            self._expect(pending, op.outputs[0], source, op.tag)
-        elif op.kind is OpKind.SEND:  # synchronous: done when it has been received, as in `build.send`
-            pending.requests.append(comm.Issend(self.datatypes.bytes_of(op.inputs[0]), dest=op.peer, tag=op.tag))
+        comm, requests, in_place, kind = pending.matcher.comm, pending.requests, self._mpi.IN_PLACE, op.kind
+        if kind is OpKind.RECV:
+            self._expect(pending, op.outputs[0], self._mpi.ANY_SOURCE if op.peer is None else op.peer, op.tag)
+            return
+        if kind is OpKind.SEND:  # synchronous: done when it has been received, as in `build.send`
+            requests.append(comm.Issend(self.bytes_of(op.inputs[0]), dest=op.peer, tag=op.tag))
+            return
+        alone, reduction = apart(op, comm.rank), self._ops.get(op.reduce_op)
+        if alone is not op:
+            pending.kept.extend(alone.inputs)
+            op = alone
+        if kind is OpKind.BARRIER:
+            requests.append(comm.Ibarrier())
+        elif kind is OpKind.BROADCAST:
+            requests.append(comm.Ibcast(self.bytes_of(op.outputs[0]), op.root))
+        elif kind is OpKind.ALL_REDUCE:
+            requests += [comm.Iallreduce(in_place, piece, reduction) for piece in self._pieces(op)]
+        elif kind is OpKind.REDUCE:
+            for piece in self._pieces(op):
+                source, target = (in_place, piece) if comm.rank == op.root else (piece, None)
+                requests.append(comm.Ireduce(source, target, reduction, op.root))
+        elif kind is OpKind.REDUCE_SCATTER_TENSOR:
+            for whole, part in zip(op.inputs, op.outputs, strict=True):
+                source = whole
+                if span(part)[0] in range(*span(whole)):  # in place, for which MPI has another convention
+                    source = whole.detach().clone()
+                    pending.kept.append(source)
+                datatype = self._reducible(whole.dtype, op.reduce_op)
+                send, recv = (self._elements_of(t, datatype) for t in (source, part))
+                requests.append(comm.Ireduce_scatter_block(send, recv, reduction))
+        elif kind is OpKind.ALL_GATHER_INTO_TENSOR:
+            for part, whole in zip(op.inputs, op.outputs, strict=True):
+                self._all_gather_into(comm, part, whole, pending)
         else:
-            alone = apart(op, comm.rank)
-            if alone is not op:
-                pending.kept.extend(alone.inputs)
-            _POSTS[op.kind](self, comm, alone, pending)
+            self._messages(comm, *_pairwise(op, comm), pending)
 
-    def _expect(self, pending: PendingRequests, place: Tensor, source: int, tag: int) -> None:
-        pending.add_receive(Receive(place, self.datatypes.bytes_of(place), source, tag))
+    def _all_gather_into(self, comm: Comm, part: Tensor, whole: Tensor, pending: PendingRequests) -> None:
+        places = as_bytes(whole).view(comm.size, part.nbytes).unbind()
+        if whole.nbytes > self._most:
+            self._messages(comm, [as_bytes(part)] * comm.size, places, pending)
+            return
+        there = part.data_ptr() == places[comm.rank].data_ptr()
+        source = self._mpi.IN_PLACE if there else self.bytes_of(part)[::2]
+        pending.requests.append(comm.Iallgather(source, self._elements_of(whole, self._mpi.BYTE)))
 
-    def _all_reduce(self, comm: Comm, op: Collective, pending: PendingRequests) -> None:
-        for piece in self.datatypes.pieces(op):
-            pending.requests.append(comm.Iallreduce(self._mpi.IN_PLACE, piece, self.datatypes.ops[op.reduce_op]))
-
-    def _reduce(self, comm: Comm, op: Collective, pending: PendingRequests) -> None:
-        for piece in self.datatypes.pieces(op):
-            source, target = (self._mpi.IN_PLACE, piece) if comm.rank == op.root else (piece, None)
-            pending.requests.append(comm.Ireduce(source, target, self.datatypes.ops[op.reduce_op], op.root))
-
-    def _broadcast(self, comm: Comm, op: Collective, pending: PendingRequests) -> None:
-        pending.requests.append(comm.Ibcast(self.datatypes.bytes_of(op.outputs[0]), op.root))
-
-    def _all_gather_into_tensor(self, comm: Comm, op: Collective, pending: PendingRequests) -> None:
-        for part, whole in zip(op.inputs, op.outputs, strict=True):
-            places = as_bytes(whole).view(comm.size, part.nbytes).unbind()
-            if whole.nbytes > self.datatypes.most:
-                self._spread(comm, as_bytes(part), places, pending)
-                continue
-            target = self.datatypes.elements_of(whole, self._mpi.BYTE)
-            if part.data_ptr() == places[comm.rank].data_ptr():
-                pending.requests.append(comm.Iallgather(self._mpi.IN_PLACE, target))
-            else:
-                pending.requests.append(comm.Iallgather(self.datatypes.bytes_of(part)[::2], target))
-
-    def _reduce_scatter_tensor(self, comm: Comm, op: Collective, pending: PendingRequests) -> None:
-        for whole, part in zip(op.inputs, op.outputs, strict=True):
-            datatype, source = self.datatypes.reducible(whole.dtype, op.reduce_op), whole
-            if span(part)[0] in range(*span(whole)):  # in place, for which MPI has another convention
-                source = whole.detach().clone()
-                pending.kept.append(source)
-            send, recv = (self.datatypes.elements_of(t, datatype) for t in (source, part))
-            pending.requests.append(comm.Ireduce_scatter_block(send, recv, self.datatypes.ops[op.reduce_op]))
-
-    def _all_gather(self, comm: Comm, op: Collective, pending: PendingRequests) -> None:
-        self._spread(comm, op.inputs[0], op.outputs, pending)
-
-    def _spread(self, comm: Comm, own: Tensor, places: Sequence[Tensor], pending: PendingRequests) -> None:
-        self._messages(comm, [own] * comm.size, places, pending)
-
-    def _all_to_all(self, comm: Comm, op: Collective, pending: PendingRequests) -> None:
-        self._messages(comm, op.inputs, op.outputs, pending)
-
-    def _all_to_all_single(self, comm: Comm, op: Collective, pending: PendingRequests) -> None:
-        parts = []
-        for t, given in zip((op.inputs[0], op.outputs[0]), reversed(op.splits or ((), ())), strict=True):
-            rows = t.shape[0] if t.dim() else 1
-            width = t.nbytes // rows if rows else 0
-            sizes = [n * width for n in given or [rows // comm.size] * comm.size]
-            parts.append(as_bytes(t).split(sizes))
-        self._messages(comm, parts[0], parts[1], pending)
-
-    def _gather(self, comm: Comm, op: Collective, pending: PendingRequests) -> None:
-        own = op.inputs[0]
-        self._messages(comm, [own if r == op.root else None for r in range(comm.size)], op.outputs, pending)
-
-    def _scatter(self, comm: Comm, op: Collective, pending: PendingRequests) -> None:
-        places = [op.outputs[0] if r == op.root else None for r in range(comm.size)]
-        self._messages(comm, op.inputs, places, pending)
-
-    def _messages(
-        self, comm: Comm, outgoing: Sequence[Tensor | None], incoming: Sequence[Tensor | None], pending: PendingRequests
-    ) -> None:
+    def _messages(self, comm: Comm, outgoing: Parts, incoming: Parts, pending: PendingRequests) -> None:
         """Send one tensor to each rank and receive one from each; None, or a list that is empty, stands for no message."""
         rank, size, tag = comm.rank, comm.size, self._pair_tag
         outgoing, incoming = (list(ts) or [None] * size for ts in (outgoing, incoming))
@@ -148,22 +171,26 @@ class Native:
                 self._expect(pending, target, other, tag)
         for other in ((rank + i) % size for i in range(1, size)):
             if (source := outgoing[other]) is not None:
-                pending.requests.append(comm.Isend(self.datatypes.bytes_of(source), dest=other, tag=tag))
+                pending.requests.append(comm.Isend(self.bytes_of(source), dest=other, tag=tag))
 
-    def _barrier(self, comm: Comm, op: Collective, pending: PendingRequests) -> None:
-        pending.requests.append(comm.Ibarrier())
+    def _expect(self, pending: PendingRequests, place: Tensor, source: int, tag: int) -> None:
+        pending.add_receive(Receive(place, self.bytes_of(place), source, tag))
 
 
-_POSTS: dict[OpKind, Callable[[Native, Comm, Collective, PendingRequests], None]] = {
-    OpKind.ALL_REDUCE: Native._all_reduce,
-    OpKind.BROADCAST: Native._broadcast,
-    OpKind.REDUCE: Native._reduce,
-    OpKind.ALL_GATHER: Native._all_gather,
-    OpKind.ALL_GATHER_INTO_TENSOR: Native._all_gather_into_tensor,
-    OpKind.REDUCE_SCATTER_TENSOR: Native._reduce_scatter_tensor,
-    OpKind.ALL_TO_ALL: Native._all_to_all,
-    OpKind.ALL_TO_ALL_SINGLE: Native._all_to_all_single,
-    OpKind.GATHER: Native._gather,
-    OpKind.SCATTER: Native._scatter,
-    OpKind.BARRIER: Native._barrier,
-}
+def _pairwise(op: Collective, comm: Comm) -> tuple[Parts, Parts]:
+    """What this rank sends to each rank, and where it receives from each."""
+    kind, ranks = op.kind, range(comm.size)
+    if kind is OpKind.ALL_GATHER:
+        return [op.inputs[0]] * comm.size, op.outputs
+    if kind is OpKind.GATHER:
+        return [op.inputs[0] if r == op.root else None for r in ranks], op.outputs
+    if kind is OpKind.SCATTER:
+        return op.inputs, [op.outputs[0] if r == op.root else None for r in ranks]
+    if kind is OpKind.ALL_TO_ALL:
+        return op.inputs, op.outputs
+    parts = []
+    for t, given in zip((op.inputs[0], op.outputs[0]), reversed(op.splits or ((), ())), strict=True):
+        rows = t.shape[0] if t.dim() else 1
+        width = t.nbytes // rows if rows else 0
+        parts.append(as_bytes(t).split([n * width for n in given or [rows // comm.size] * comm.size]))
+    return parts[0], parts[1]

@@ -1,22 +1,109 @@
-"""`PendingRequests`: the MPI requests of one operation under way, with all the memory they read and write.
+"""`PendingRequests`: the MPI requests of one operation under way, with all the memory they read and write; and its receives.
 
 Note [Memory outlives the requests]
 MPI writes through an address; it keeps nothing alive. So a PendingRequests holds everything that its requests may read or write,
 and is dropped only when all of them are over: the engine holds those under way, the runtime those that a closed group leaves (Note
 [What never completes] in runtime.py). One request that fails does not end the others. And when a collective fails, there is no
 way to know what the library still has under way inside; its PendingRequests is kept for good.
+
+Note [Why a message is matched before it is received]
+A message may be larger than the buffer for it: a mistake, but one that must end in an error. Open MPI returns MPI_ERR_TRUNCATE, and
+where it moves large messages by remote reads or writes it does so after it has written the whole message, over whatever lies behind
+the buffer. So a receive is not posted. A matching probe looks for its message: it returns the sender and the length, and reserves
+the message for this receive alone. What fits is received into its place, straight from the sender's memory; what does not is
+received into other memory and dropped, so that its sender is done too. A receive whose message has not arrived is unknown to MPI:
+dropping it withdraws it.
+
+Note [The order of receives]
+MPI gives a message to the oldest receive that matches it by source and tag. So the oldest is probed first, and a younger one is
+skipped while an older one still waits that could take its message.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from gradwire.groups.mpi.receive_matcher import Receive, ReceiveMatcher
-from gradwire.groups.mpi.runtime import MPI
+from gradwire.groups.mpi.runtime import MPI, Comm
+
+
+@dataclass(slots=True, eq=False)
+class Receive:
+    """One expected message."""
+
+    place: Tensor
+    memory: Any
+    """The tensor's memory as an MPI buffer. The tensor is kept here too, so the memory lives as long as this."""
+    source: int
+    tag: int
+    request: Any = None
+    """Set when its message has arrived."""
+    sender: int = -1
+    length: int = 0
+    """Bytes of its message."""
+    discarded: bytearray | None = None
+    """Where a message of another length was received."""
+    error: Exception | None = None
+    """What MPI raised while it probed for the message or began to receive it."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether its message may still arrive."""
+        return self.request is None and self.error is None
+
+
+class ReceiveMatcher:
+    """Passes a receive to MPI once its message has arrived. Used under the runtime's lock."""
+
+    def __init__(self, mpi: MPI, comm: Comm) -> None:
+        self.comm = comm
+        self.waiting: list[Receive] = []
+        """The receives of the communicator that wait for their message, oldest first."""
+        self._mpi = mpi
+        self._status = mpi.Status()
+
+    def match(self) -> None:
+        """Begin to receive every message that has arrived and has a receive. See Note [The order of receives]."""
+        claimed: dict[int, set[int]] = {}
+        for receive in list(self.waiting):
+            taken = claimed.setdefault(receive.tag, set())
+            try:
+                message = self._probe(receive, taken)
+                if message is not None:
+                    self._begin(receive, message)
+            except self._mpi.Exception as error:
+                receive.error = error
+            if receive.waiting:
+                taken.add(receive.source)
+            else:
+                self.waiting.remove(receive)
+
+    def _begin(self, receive: Receive, message: Any) -> None:
+        receive.sender = self._status.Get_source()
+        receive.length = self._status.Get_elements(self._mpi.BYTE)
+        if receive.length == receive.place.nbytes:
+            receive.request = message.Irecv(receive.memory)
+        else:
+            receive.discarded = bytearray(receive.length)
+            receive.request = message.Irecv([receive.discarded, self._mpi.BYTE])
+
+    def _probe(self, receive: Receive, taken: set[int]) -> Any:
+        """The message for this receive, if it has arrived; not one that an older receive waits for."""
+        any_rank = self._mpi.ANY_SOURCE
+        if receive.source in taken or any_rank in taken:
+            return None
+        sources = [receive.source]
+        if receive.source == any_rank and taken:
+            sources = [rank for rank in range(self.comm.size) if rank not in taken]
+        for source in sources:
+            message = self.comm.Improbe(source=source, tag=receive.tag, status=self._status)
+            if message is not None:
+                return message
+        return None
 
 
 class PendingRequests:
@@ -42,12 +129,7 @@ class PendingRequests:
     def add_receive(self, receive: Receive) -> None:
         """Add a receive."""
         self.receives.append(receive)
-        self.matcher.add(receive)
-
-    @property
-    def mismatched(self) -> Receive | None:
-        """A receive whose message had another length than its place."""
-        return next((receive for receive in self.receives if not receive.fits), None)
+        self.matcher.waiting.append(receive)
 
     def test(self, mpi: MPI) -> bool:
         """Whether it is over, done or failed. Also lets MPI make progress."""
@@ -75,7 +157,7 @@ class PendingRequests:
     def withdraw(self) -> None:
         """Drop the receives whose message has not arrived."""
         for receive in [receive for receive in self.receives if receive.waiting]:
-            self.matcher.remove(receive)
+            self.matcher.waiting.remove(receive)
             self.receives.remove(receive)
 
     def cancel(self, mpi: MPI) -> bool:
@@ -89,8 +171,3 @@ class PendingRequests:
         on_done, self.on_done = self.on_done, None
         if on_done is not None:
             on_done(self)
-
-    @property
-    def age(self) -> float:
-        """Seconds since it was posted."""
-        return time.perf_counter() - self.posted

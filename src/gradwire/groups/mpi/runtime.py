@@ -1,10 +1,9 @@
 """The process's MPI: loaded with the first group, shared by all of them, and left in order at exit.
 
 Note [Which thread may call MPI]
-A group's thread, the caller and a lane all call MPI, so MPI must have been started with THREAD_MULTIPLE. Among ourselves the
-calls of all groups are serialized by one lock nevertheless: a request may be tested by one thread at a time, and an MPI library
-takes a lock of its own inside anyway. Only calls that return at once are made under it. It is reentrant, because the garbage
-collector may finalize a dropped group at any point of a thread that holds it.
+A group's thread, the caller and a lane all call MPI, so MPI must have been started with THREAD_MULTIPLE. The calls of all groups
+are serialized by one lock nevertheless, since a request may be tested by one thread at a time. Only calls that return at once are
+made under it. It is reentrant, because the garbage collector may finalize a dropped group in a thread that holds it.
 
 Note [What never completes]
 MPI cannot cancel a collective that some ranks have begun. When an operation fails by its deadline its requests stay, and
@@ -13,10 +12,9 @@ and the memory they may still write, as long as the process lives, which is long
 request is never freed: Open MPI would crash, and a new one of the same number could receive the old one's messages.
 
 Note [How a process ends]
-MPI_Finalize waits for all ranks of the job, and copes with requests that never completed. It must not wait forever for a rank
-that hangs. So a process that ends after an uncaught exception, or with operations that never completed, gives its
-peers EXIT_PATIENCE seconds to end as well; then the kernel ends it (SIGALRM, which needs no thread and no Python), and
-mpirun ends the job with an error. A process that ends well waits for its peers as any MPI program does.
+MPI_Finalize waits for all ranks of the job. It must not wait forever for a rank that hangs. So a process that ends after an
+uncaught exception, or with operations that never completed, gives its peers EXIT_PATIENCE seconds to end as well; then the kernel
+ends it (SIGALRM), and mpirun ends the job with an error. A process that ends well waits for its peers as any MPI program does.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups.forked import finalize_here
@@ -44,27 +42,15 @@ EXIT_PATIENCE = 30
 _PAUSE = 0.0002
 
 
-class UnfinishedRequests(Protocol):
-    """Requests that a closed group has left: a PendingRequests."""
-
-    def test(self, mpi: MPI, /) -> bool:
-        """Whether they are over."""
-
-
-class DepartingGroup(Protocol):
-    """A group that waits for its peers to leave: an Engine."""
-
-    def settle_departure(self) -> bool:
-        """Whether every rank has left; the communicator is free then."""
-
-
 class KeepAlive:
-    """What must outlive the groups: requests that never completed, threads inside MPI, groups that wait for peers to leave."""
+    """What must outlive the groups."""
 
     def __init__(self) -> None:
-        self.requests: list[UnfinishedRequests] = []
+        self.requests: list[Any] = []
+        """PendingRequests that closed groups have left."""
         self.threads: list[threading.Thread] = []
-        self.departing: list[DepartingGroup] = []
+        self.departing: list[Any] = []
+        """MpiEngines whose peers have not all left."""
         self.creating: list[tuple[Comm, Any]] = []
         """Communicators that are being made, and their requests."""
         self.memory: list[object] = []
@@ -152,14 +138,12 @@ def _start(mpi: MPI) -> bool:
     started_here = not mpi.Is_initialized()
     if started_here:
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    level = mpi.Query_thread()
-    if level < mpi.THREAD_MULTIPLE:
-        names = {mpi.THREAD_SINGLE: "SINGLE", mpi.THREAD_FUNNELED: "FUNNELED", mpi.THREAD_SERIALIZED: "SERIALIZED"}
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         if started_here:
             mpi.Finalize()
         raise UsageError(
-            f"MPIGroup: MPI runs with THREAD_{names.get(level, level)}, but a group has a thread of its own, next to "
-            "the program's, and needs THREAD_MULTIPLE. Do not set mpi4py.rc.thread_level, or use an MPI library that has it."
+            "MPIGroup: a group has a thread of its own, next to the program's, and needs THREAD_MULTIPLE, with which this MPI does "
+            "not run. Do not set mpi4py.rc.thread_level, or use an MPI library that has it."
         )
     return started_here
 

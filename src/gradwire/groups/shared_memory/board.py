@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import struct
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -241,30 +240,9 @@ class Board:
         """Where the first part of each rank lies, by their tables for collective number `turn`."""
         return [_PART.unpack_from(self.memory, offset)[0] for offset in self._first_parts[turn & 1]]
 
-    def read_table(self, rank: int, turn: int) -> RankTable:
-        """What `rank` announced for collective number `turn`."""
+    def read_table(self, rank: int, turn: int) -> tuple[bool, list[tuple[int, int]]]:
+        """What `rank` announced for collective number `turn`: whether it holds, and (offset, length) of its parts."""
         offset = self.plan.table(rank, turn)
         hold, count = _TABLE.unpack_from(self.memory, offset)
         flat = struct.unpack_from(f"<{2 * count}q", self.memory, offset + _TABLE.size)
-        return RankTable(bool(hold), flat)
-
-
-@dataclass(frozen=True, slots=True)
-class RankTable:
-    """A rank's announcement."""
-
-    hold: bool
-    flat: tuple[int, ...]
-
-    def part_for(self, rank: int) -> tuple[int, int]:
-        """(offset, length) of what is meant for `rank`; a single part is meant for every rank."""
-        if not self.flat:
-            return -1, 0
-        i = 2 * rank if len(self.flat) > 2 else 0
-        return self.flat[i], self.flat[i + 1]
-
-    @property
-    def staged(self) -> int:
-        """The longest part that goes through the staging buffers."""
-        flat = self.flat
-        return max((flat[i + 1] for i in range(0, len(flat), 2) if flat[i] < 0), default=0)
+        return bool(hold), list(zip(flat[::2], flat[1::2], strict=True))

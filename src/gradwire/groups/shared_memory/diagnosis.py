@@ -7,10 +7,10 @@ import re
 import select
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from gradwire.errors import UNEVEN, CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from gradwire.groups.ledger import Ledger
 from gradwire.groups.shared_memory.board import FAILED, LEFT, Board
 from gradwire.groups.work import Work
 from gradwire.runtime.host import is_dead, process_start
@@ -26,14 +26,14 @@ class Pulse:
     another process in the meantime cannot be mistaken for it. Where there are no pidfds, the process's entry in /proc is read.
     """
 
-    def __init__(self, pids: Mapping[int, int]) -> None:
-        """`pids` maps each rank to its process."""
+    def __init__(self, pids: Sequence[int]) -> None:
+        """`pids` has the process of each rank."""
         self._lock = threading.RLock()  # `close` may run in a finalizer, in the middle of `dead`
         self._poll = select.poll()
         self._ranks: dict[int, int] = {}
         self._starts: dict[int, tuple[int, str | None]] = {}
         self._dead: set[int] = set()
-        for rank, pid in pids.items():
+        for rank, pid in enumerate(pids):
             if pid == os.getpid():
                 continue  # a rank of this very process lives as long as we do
             try:
@@ -67,20 +67,6 @@ class Pulse:
             self._starts = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """What a rank waits for: the collective under way, and messages."""
-
-    collective: Work | None = None
-    messages: Sequence[Work] = ()
-
-    def for_rank(self, rank: int) -> Work | None:
-        """What to name when `rank` is lost: the collective, or else a message, preferably one of that rank."""
-        if self.collective is not None:
-            return self.collective
-        return next(iter(sorted(self.messages, key=lambda work: work.op.peer != rank)), None)
-
-
 def report(error: BaseException) -> tuple[int, str]:
     """A failure as a rank writes it on the board: its state, with the rank that it has lost, and the reason."""
     lost = error.rank if isinstance(error, PeerLost) else None
@@ -89,33 +75,31 @@ def report(error: BaseException) -> tuple[int, str]:
 
 
 class Diagnosis:
-    """What one rank can find out about the others."""
+    """What one rank can find out about the others. `waiting` is what it waits for: the collective under way, and messages."""
 
-    def __init__(self, name: str, board: Board, pulse: Pulse) -> None:
-        self.name = name
+    def __init__(self, ledger: Ledger, board: Board, pulse: Pulse) -> None:
+        self.ledger = ledger
         self.board = board
         self.pulse = pulse
 
-    def trouble(self, waiting: Waiting) -> GroupError | None:
+    def trouble(self, waiting: Sequence[Work]) -> GroupError | None:
         """What is known to be wrong with the group. A rank that has closed it is not an error by itself."""
         return self.death(waiting) or self.failure(waiting)
 
-    def death(self, waiting: Waiting) -> PeerLost | None:
+    def death(self, waiting: Sequence[Work]) -> PeerLost | None:
         """A process has died. One that had closed its group before is missed only by operations that wait for it."""
-        states = self.board.states
-        dead = next((rank for rank in self.pulse.dead() if states[rank] & 0xFF != LEFT), None)
+        left = self.left()
+        dead = next((rank for rank in self.pulse.dead() if rank not in left), None)
         return None if dead is None else self.lost(dead, "its process has died", waiting)
 
-    def failure(self, waiting: Waiting) -> GroupError | None:
+    def failure(self, waiting: Sequence[Work]) -> GroupError | None:
         """Another rank has failed, and has written why on the board."""
-        states = self.board.states.tolist()
-        for rank, word in enumerate(states):
+        for rank, word in enumerate(self.board.states.tolist()):
             state, lost = word & 0xFF, (word >> 8) - 1
             if state == FAILED and rank != self.board.rank:
                 if lost == rank or lost < 0:
                     return self._reported(rank, waiting)
-                left = states[lost] & 0xFF == LEFT
-                return self.lost(lost, CLOSED if left else f"rank {rank} has lost it", waiting)
+                return self.lost(lost, CLOSED if lost in self.left() else f"rank {rank} has lost it", waiting)
         return None
 
     def left(self) -> list[int]:
@@ -123,25 +107,19 @@ class Diagnosis:
         states = self.board.states.tolist()
         return [rank for rank, word in enumerate(states) if word & 0xFF == LEFT and rank != self.board.rank]
 
-    def lost(self, rank: int, why: str, waiting: Waiting) -> PeerLost:
-        """The error for a rank that is lost."""
-        work = waiting.for_rank(rank)
-        what = self.name if work is None else f"{work.op} (operation #{work.seq} of {self.name})"
-        return PeerLost(
-            f"{what} on rank {self.board.rank} of {self.board.size}: rank {rank} is lost: {why}. Look at its output for the cause; "
-            "make a new group to go on.",
-            rank=rank,
-            op=None if work is None else work.op.signature,
-        )
+    def lost(self, rank: int, why: str, waiting: Sequence[Work]) -> PeerLost:
+        """The error for a rank that is lost. It names the collective, or else a message, preferably one of that rank."""
+        work = min(waiting, key=lambda work: (work.op.kind.is_p2p, work.op.peer != rank), default=None)
+        advice = "Look at its output for the cause; make a new group to go on."
+        text = f"{self.ledger.where(work)}: rank {rank} is lost: {why}. {advice}"
+        return PeerLost(text, rank=rank, op=None if work is None else work.op.signature)
 
-    def _reported(self, rank: int, waiting: Waiting) -> GroupError:
+    def _reported(self, rank: int, waiting: Sequence[Work]) -> GroupError:
         kind, _, reason = self.board.words(rank).partition("\n")
-        work = waiting.collective
+        work = next((work for work in waiting if not work.op.kind.is_p2p), None)
         if kind == CollectiveTimeout.__name__ and work is not None:
-            late = work.ledger.timed_out(work, time.perf_counter() - work.started)
+            late = self.ledger.timed_out(work, time.perf_counter() - work.started)
             late.add_note(f"rank {rank} gave up first: {reason}")
             return late
         why = reason if _PASSED_ON.match(reason) else f"rank {rank} failed: {reason}"
-        return GroupAborted(
-            f"{self.name} on rank {self.board.rank} of {self.board.size}: the group was aborted: {why}", reason=why
-        )
+        return GroupAborted(f"{self.ledger.where(None)}: the group was aborted: {why}", reason=why)

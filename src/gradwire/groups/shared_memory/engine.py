@@ -7,8 +7,7 @@ the queue and all messages, and when nothing moves it spins for a while, then sl
 Note [Who drives]
 A caller that is going to wait anyway (`Group.run`) drives, in its own thread: no hand-over, no switch. An operation that was
 submitted to be waited for later is driven by the group's thread, which starts with the first such operation; it also takes over
-what a caller leaves behind. A thread that finds the lock taken leaves its operation in the queue, wakes the one that drives, and
-waits for its Work as always.
+what a caller leaves behind. A thread that finds the lock taken leaves its operation in the queue and wakes the one that drives.
 
 Note [Giving up]
 When a deadline passes, the Work has failed, but its program may have signaled; the ranks are out of step, and a late rank must not
@@ -16,19 +15,18 @@ pair its operation with a later one of ours. So this rank publishes its failure 
 that operation; a rank that arrives late, or waits for this one, fails at once. `recover` brings all ranks back into step.
 
 Note [Breaking off]
-A program may also end in the middle on this rank alone: there was no memory for a copy, or Ctrl-C hit the thread that drives,
-at a point where it is not known whether it has signaled. The others would wait for signals that never arrive. So the group fails
-here and now, and publishes why. The one error that leaves ranks in step is CollectiveMismatch, which a program raises after its
-last signal.
+A program may also end in the middle on this rank alone: there was no memory for a copy, or Ctrl-C hit the thread that drives.
+The others would wait for signals that never arrive. So the group fails here and now, and publishes why. The one error that leaves
+ranks in step is CollectiveMismatch, which a program raises after its last signal.
 
 Note [The last reference]
 Operations in flight keep their group, so the last reference to it may go when one of them is settled, in the thread that drives.
 The group's finalizer unmaps the segment. So the thread that takes up an operation keeps the group until it has stopped driving.
 
 Note [Rounds of recovery]
-Ranks meet twice in a recovery, so the word that counts a rank's meetings is even outside of one. A rank that gives a recovery
-up returns to the even number it started from: the next one then begins at the same place on all ranks, however far each had
-got. A rank that has passed in the meantime sees that this one has failed, and returns.
+Ranks meet twice in a recovery, so the word that counts a rank's meetings is even outside of one. A rank that gives up returns to
+the even number it started from: the next recovery then begins at the same place on all ranks. A rank that has passed in the
+meantime sees that this one has failed, and returns.
 """
 
 from __future__ import annotations
@@ -45,19 +43,19 @@ from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.shared_memory.agreement import Steps
 from gradwire.groups.shared_memory.board import HERE, LEFT, Board
-from gradwire.groups.shared_memory.diagnosis import CLOSED, Diagnosis, Waiting
+from gradwire.groups.shared_memory.diagnosis import CLOSED, Diagnosis
+from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.shared_memory.p2p import Mailbox, MailboxMessage, checks_per_round
 from gradwire.groups.shared_memory.programs import Programs
-from gradwire.groups.shared_memory.sync import SLICE, Fence, spins_before_sleep
+from gradwire.groups.shared_memory.sync import SLICE, Fence
 from gradwire.groups.work import Work
 from gradwire.runtime.host import usable_cores
 
-_THREAD_SPINS = 30
-"""How often the group's own thread checks while it holds the interpreter lock, before it starts to release it at each check."""
-
+_SPINS, _CROWDED_SPINS, _THREAD_SPINS = 300, 40, 30
+"""How often a caller checks for its peers, with a core for each rank and without, and the group's own thread: see Note [Spin, then
+sleep] in sync.py."""
 _YIELDS = 800
-"""How often a thread then checks, releasing the interpreter lock each time, before it sleeps: one to two milliseconds.
-See also `checks_per_round`."""
+"""How often a thread then checks, releasing the interpreter lock each time, before it sleeps: one to two milliseconds."""
 
 
 class _Current(NamedTuple):
@@ -71,19 +69,12 @@ class _Current(NamedTuple):
 class SharedMemoryEngine:
     """Drives one rank of one group. Holds no reference to the group: `fail` is a weak one."""
 
-    def __init__(
-        self,
-        board: Board,
-        programs: Programs,
-        mailbox: Mailbox,
-        diagnosis: Diagnosis,
-        fail: Callable[[BaseException], None],
-    ) -> None:
-        self.name = diagnosis.name
+    def __init__(self, board: Board, heap: Heap, diagnosis: Diagnosis, fail: Callable[[BaseException], None]) -> None:
+        self.name = diagnosis.ledger.name
         self.rank, self.size = board.rank, board.size
         self.board = board
-        self.programs = programs
-        self.mailbox = mailbox
+        self.programs = Programs(self.name, board)
+        self.mailbox = Mailbox(board, heap)
         self.diagnosis = diagnosis
         self._fail = fail
         self._driving = threading.Lock()
@@ -97,12 +88,11 @@ class SharedMemoryEngine:
         self._submitted = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
-        cores = usable_cores()
-        self._crowded = self.size > cores
+        self._crowded = self.size > usable_cores()
         # See Note [Ranks of one process] in sync.py.
         shares = board.pids.tolist().count(os.getpid()) > 1
         self._yields = not self._crowded and not shares
-        self._spins = 1 if shares else spins_before_sleep(self.size, cores=cores)
+        self._spins = 1 if shares else _CROWDED_SPINS if self._crowded else _SPINS
         self._thread_spins = 1 if shares else _THREAD_SPINS
 
     # -- for the group -------------------------------------------------------------------------------------------------
@@ -138,7 +128,8 @@ class SharedMemoryEngine:
         finally:
             self._keep = None  # the caller has the group
             self._driving.release()
-        self._hand_over()
+        if self._busy():  # what was submitted while this thread was driving is left to the group's own
+            self.wake()
         return True
 
     def sum_now(self, op: Collective, begin: Callable[[], Work]) -> Work | bool:
@@ -151,9 +142,7 @@ class SharedMemoryEngine:
         steps: Steps | None = None
         try:
             # Only the driving thread may check: an operation that is being taken up is neither in the queue nor current.
-            if self._current is not None or self._queue or self._messages or self._new_p2p:
-                return False
-            steps = self.programs.all_reduce.plain_sum(op)
+            steps = None if self._busy() else self.programs.all_reduce.plain_sum(op)
             if steps is None:
                 return False
             signals, fence = self.board.signals, self.board.fence
@@ -181,13 +170,12 @@ class SharedMemoryEngine:
         finally:
             self._keep = None  # the caller has the group
             self._driving.release()
-        self._hand_over()
+        if self._busy():
+            self.wake()
         return work
 
-    def _hand_over(self) -> None:
-        """Leave to the group's own thread what was submitted while this one was driving."""
-        if self._queue or self._new_p2p or self._messages or self._current is not None:
-            self.wake()
+    def _busy(self) -> bool:
+        return bool(self._current is not None or self._queue or self._messages or self._new_p2p)
 
     def arrivals(self, work: Work) -> Arrivals:
         """Which ranks have reached what the operation waits for; an operation that is queued waits for the one before it."""
@@ -222,45 +210,39 @@ class SharedMemoryEngine:
             if moved:
                 spins = 0
                 continue
-            if self._current is None and not self._messages and not self._queue and not self._new_p2p:
+            if not self._busy():
                 return
             spins += checks_per_round(self._messages, alone=self._current is None)
-            if spins < patience:
-                if self._crowded:
-                    os.sched_yield()
+            if spins < patience + _YIELDS * self._yields:
+                if self._crowded or spins >= patience:
+                    os.sched_yield()  # which frees the interpreter lock meanwhile
                 continue
-            if self._yields and spins < patience + _YIELDS:
-                os.sched_yield()  # which frees the interpreter lock meanwhile
-                continue
-            spins = 0
-            self._check_ranks()
+            spins, states = 0, self.board.states.tolist()
+            if states != self._all_here:
+                self._check_states()
+            if (dead := self.diagnosis.death(self.waiting())) is not None:
+                self._fail(dead)
             if until is not None and time.perf_counter() >= until.deadline:
                 until.ledger.expire(until)
                 continue
-            self.board.wait_queue.sleep(self._can_move, self.board.fence, SLICE)
 
-    def _can_move(self) -> bool:
-        """For a rank about to sleep: has something changed?"""
-        if self._stopping or self._advance():
-            return True
-        changed = self.board.states.tolist() != self._all_here
-        return changed and (self.diagnosis.failure(self.waiting()) is not None or bool(self._stranded()[1]))
+            def can_move(states: list[int] = states) -> bool:
+                return self._stopping or self._advance() or self.board.states.tolist() != states
+
+            self.board.wait_queue.sleep(can_move, self.board.fence, SLICE)
 
     def _advance(self) -> bool:
         """One step of everything that can take one."""
-        moved = False
-        current = self._current
-        if current is None:
-            if self._queue:
-                self._begin(self._queue.popleft())
-                moved = True
-        elif current.work.settled:
+        current, moved = self._current, True
+        if current is None and self._queue:
+            self._begin(self._queue.popleft())
+        elif current is not None and current.work.settled:
             self._give_up(current)
-            moved = True
-        elif min(self.board.signals.tolist()) >= current.target:
+        elif current is not None and min(self.board.signals.tolist()) >= current.target:
             self.board.fence()
             self._go_on(current.work, current.steps)
-            moved = True
+        else:
+            moved = False
         if self._new_p2p:
             work = self._new_p2p.popleft()
             self._keep = work.group
@@ -301,8 +283,7 @@ class SharedMemoryEngine:
         """See Note [Giving up]."""
         self._current = None
         current.steps.close()
-        error = current.work.exception()
-        if error is not None:
+        if (error := current.work.exception()) is not None:
             self._fail(error)
 
     def _broken_off(self, error: BaseException) -> None:
@@ -314,29 +295,21 @@ class SharedMemoryEngine:
 
     # -- when nothing moves --------------------------------------------------------------------------------------------
 
-    def _check_ranks(self) -> None:
-        """Nothing has moved for a while: check whether all ranks are still there."""
+    def _check_states(self) -> None:
+        """Nothing has moved for a while, and not all ranks are there: fail what waits for the others in vain."""
         waiting = self.waiting()
-        if self.board.states.tolist() != self._all_here:
-            error = self.diagnosis.failure(waiting)
-            if error is not None:
-                self._fail(error)
-                return
-            rank, works = self._stranded()
-            if works:  # they fail, and so does every later collective; messages between the others go on
-                lost = self.diagnosis.lost(rank, CLOSED, waiting)
-                for work in works:
-                    work.fail(lost)
-                return
-        dead = self.diagnosis.death(waiting)
-        if dead is not None:
-            self._fail(dead)
+        if (error := self.diagnosis.failure(waiting)) is not None:
+            self._fail(error)
+            return
+        rank, works = self._stranded()
+        for work in works:  # they fail, and so does every later collective; messages between the others go on
+            work.fail(self.diagnosis.lost(rank, CLOSED, waiting))
 
-    def waiting(self) -> Waiting:
-        """What this rank waits for now."""
+    def waiting(self) -> list[Work]:
+        """What this rank waits for now: the collective under way, and messages."""
         current = self._current
         messages = [message.work for message in self._messages if not message.over]
-        return Waiting(None if current is None else current.work, messages)
+        return messages if current is None else [current.work, *messages]
 
     def _stranded(self) -> tuple[int, list[Work]]:
         """A rank that has closed its group, and the operations that wait for it in vain."""
@@ -385,7 +358,7 @@ class SharedMemoryEngine:
 
     def meet(self, deadline: float, timeout: float) -> None:
         """A barrier of its own, without signals."""
-        board, diagnosis, nothing = self.board, self.diagnosis, Waiting()
+        board, diagnosis = self.board, self.diagnosis
         target = board.recoveries[self.rank] + 1
         board.fence()
         board.recoveries[self.rank] = target
@@ -398,7 +371,7 @@ class SharedMemoryEngine:
         while not all_there():
             missing = [r for r, count in enumerate(board.recoveries.tolist()) if count < target]
             left = next((r for r in missing if r in diagnosis.left()), None)
-            lost = diagnosis.death(nothing) if left is None else diagnosis.lost(left, CLOSED, nothing)
+            lost = diagnosis.death([]) if left is None else diagnosis.lost(left, CLOSED, [])
             if lost is not None:
                 raise lost
             if time.perf_counter() > deadline:

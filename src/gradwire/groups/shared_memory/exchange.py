@@ -45,13 +45,15 @@ class ExchangePrograms(AnnouncedPrograms):
         yield self.announce(digest, entries, hold=hold)
         yield from self.check(whole, digest)
         tables = [self.board.read_table(rank, self.board.turn) for rank in range(self.size)]
-        wanted.sources = {rank: tables[rank].part_for(self.rank) for rank in wanted.places}
+        # A single part is meant for every rank; else there is one for each.
+        index = {rank: self.rank if len(parts) > 1 else 0 for rank, (_, parts) in enumerate(tables)}
+        wanted.sources = {rank: (tables[rank][1] or [(-1, 0)])[index[rank]] for rank in wanted.places}
         wrong = {r: length for r, (_, length) in wanted.sources.items() if length != wanted.places[r].numel()}
         if wrong:
             wanted.places = {}
-        chunk = self._plan.chunk
-        capacity = chunk if max(len(table.flat) for table in tables) <= 2 else chunk // self.size // 64 * 64
-        staged = max(table.staged for table in tables)
+        several = any(len(parts) > 1 for _, parts in tables)
+        capacity = self._plan.chunk // self.size // 64 * 64 if several else self._plan.chunk
+        staged = max((length for _, parts in tables for offset, length in parts if offset < 0), default=0)
         low = 0
         for number in range(-(-staged // capacity)):
             low = number * capacity
@@ -62,20 +64,19 @@ class ExchangePrograms(AnnouncedPrograms):
                     self.board.tensor(at, window.numel()).copy_(window)
             yield self.board.signal()
             # Where, in this window, each rank has staged what is meant for this one.
-            index = {rank: self.rank if len(table.flat) > 2 else 0 for rank, table in enumerate(tables)}
             windows = {rank: self._plan.buffer(rank, number) + i * capacity for rank, i in index.items()}
             self._pull(wanted, low, low + capacity, windows)
             low += capacity
         longest = max((t.numel() for t in wanted.places.values()), default=0)
         if low < longest:  # what did not have to be staged
             self._pull(wanted, low, longest, {})
-        if any(table.hold for table in tables):
+        if any(hold for hold, _ in tables):
             yield self.board.signal()
         if wrong:
+            which = [f"{wrong[r]} bytes from rank {r} where there is room for {places[r].nbytes}" for r in wrong]
             raise CollectiveMismatch(
-                f"{op} of {self.name}: rank {self.rank} expects other sizes than it was sent: "
-                + "; ".join(f"{wrong[r]} bytes from rank {r} where there is room for {places[r].nbytes}" for r in wrong)
-                + ". Sizes that ranks expect of each other must agree."
+                f"{op} of {self.name}: rank {self.rank} expects other sizes than it was sent: {'; '.join(which)}. Sizes that ranks "
+                "expect of each other must agree."
             )
 
     def _place(self, brought: Sequence[Tensor]) -> tuple[list[tuple[int, int]], bool]:

@@ -16,8 +16,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,10 +34,8 @@ from gradwire.groups.shared_memory.board import HERE, Board, SegmentPlan
 from gradwire.groups.shared_memory.diagnosis import Diagnosis, Pulse, report
 from gradwire.groups.shared_memory.engine import SharedMemoryEngine
 from gradwire.groups.shared_memory.heap import Heap
-from gradwire.groups.shared_memory.p2p import Mailbox
-from gradwire.groups.shared_memory.programs import Programs
 from gradwire.groups.shared_memory.segment import Segment, Ticket, default_directory
-from gradwire.groups.shared_memory.sync import Futex, Polling, Sleep
+from gradwire.groups.shared_memory.sync import SLICE, Futex, Polling, Sleep
 from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.work import Work
 from gradwire.recorder.source import derived_id
@@ -89,18 +87,18 @@ class SharedMemoryGroup(Group):
             try:
                 self._board = board = Board(segment, plan, rank, _sleep(waiting, segment))
                 start = plan.heap(rank)
-                self._heap = Heap(segment.memory, start, start + plan.heap_stride, _reserve(segment, rank))
+                reserve = partial(segment.reserve, what=f"heap of rank {rank}")
+                self._heap = Heap(segment.memory, start, start + plan.heap_stride, reserve)
                 board.pids[rank] = os.getpid()
                 board.set_state(HERE)
                 _wait_until_all_mapped(board, rendezvous)
                 segment.unlink()
-                diagnosis = Diagnosis(self.name, board, Pulse(dict(enumerate(board.pids.tolist()))))
+                diagnosis = Diagnosis(self.ledger, board, Pulse(board.pids.tolist()))
             except BaseException:
                 segment.close()
                 raise
         self._segment = segment
-        programs, mailbox = Programs(self.name, board), Mailbox(board, self._heap)
-        self._engine = SharedMemoryEngine(board, programs, mailbox, diagnosis, weakly(self.fail))
+        self._engine = SharedMemoryEngine(board, self._heap, diagnosis, weakly(self.fail))
         # After the base class's finalizer was made, so that at exit this one runs first.
         self._engine_finalizer = finalize_here(self, _stop, self._engine, segment)
 
@@ -236,10 +234,6 @@ def _stop(engine: SharedMemoryEngine, segment: Segment) -> None:
     segment.close()
 
 
-def _reserve(segment: Segment, rank: int) -> Callable[[int, int], None]:
-    return lambda offset, nbytes: segment.reserve(offset, nbytes, what=f"heap of rank {rank}")
-
-
 def _sleep(waiting: str, segment: Segment) -> Sleep:
     if waiting == "polling" or (waiting == "auto" and not Futex.available()):
         return Polling(segment.view)
@@ -251,9 +245,9 @@ def _sleep(waiting: str, segment: Segment) -> Sleep:
 
 def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room: int) -> tuple[Segment, SegmentPlan]:
     """Rank 0 makes the segment and the others find it through the store: the segment, and where everything is in it."""
-    size, key = group.size, rendezvous.key("ticket")
+    size, key, here = group.size, rendezvous.key("ticket"), host_identity()
     if group.rank == 0:
-        segment, ticket = Segment.create(ranks=size, nbytes=room, directory=directory, host=host_identity())
+        segment, ticket = Segment.create(ranks=size, nbytes=room, directory=directory, host=here)
         try:
             chunk = SegmentPlan.fitting(size, segment.free).chunk
             plan = SegmentPlan(size, segment.nbytes, chunk)
@@ -262,41 +256,37 @@ def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room
         except BaseException:
             segment.close()
             raise
-        group.ledger.identify(derived_id(ticket.token))
-        return segment, plan
-    announced = json.loads(rendezvous.receive(key, source=0))
-    chunk = announced.pop("chunk")
-    segment = _join(group, Ticket(**announced))
-    return segment, SegmentPlan(size, segment.nbytes, chunk)
-
-
-def _join(group: SharedMemoryGroup, ticket: Ticket) -> Segment:
-    here = host_identity()
-    if ticket.host != here:
-        raise GroupError(
-            f"{group}: rank 0 runs on another host or in another container ({ticket.host}) than this rank ({here}). Memory can "
-            "be shared within one host only: use HierarchicalGroup, or gloo."
-        )
-    if ticket.ranks != group.size:
-        raise GroupError(f"{group}: rank 0 has made a segment for {ticket.ranks} ranks. Give all ranks the same size.")
-    segment = Segment.join(ticket)
+    else:
+        announced = json.loads(rendezvous.receive(key, source=0))
+        chunk = announced.pop("chunk")
+        ticket = Ticket(**announced)
+        if ticket.host != here:
+            raise GroupError(
+                f"{group}: rank 0 runs on another host or in another container ({ticket.host}) than this rank ({here}). Memory can "
+                "be shared within one host only: use HierarchicalGroup, or gloo."
+            )
+        if ticket.ranks != size:
+            raise GroupError(
+                f"{group}: rank 0 has made a segment for {ticket.ranks} ranks. Give all ranks the same size."
+            )
+        segment = Segment.join(ticket)
+        plan = SegmentPlan(size, segment.nbytes, chunk)
     group.ledger.identify(derived_id(ticket.token))
-    return segment
+    return segment, plan
 
 
 def _wait_until_all_mapped(board: Board, rendezvous: Rendezvous) -> None:
-    def all_mapped() -> bool:
-        return 0 not in board.states.tolist()
+    def absent() -> list[int]:
+        return [rank for rank, state in enumerate(board.states.tolist()) if not state]
 
     def wait(seconds: float) -> bool:
-        if not all_mapped():
-            board.wait_queue.sleep(all_mapped, board.fence, min(seconds, 0.05))
-        return all_mapped()
+        if absent():
+            board.wait_queue.sleep(lambda: not absent(), board.fence, min(seconds, SLICE))
+        return not absent()
 
     def late() -> GroupError | None:
-        states = board.states.tolist()
-        missing = [r for r, state in enumerate(states) if not state]
-        return rendezvous.absent(missing, [r for r, state in enumerate(states) if state]) if missing else None
+        missing = absent()
+        return rendezvous.absent(missing, [r for r in range(board.size) if r not in missing]) if missing else None
 
     rendezvous.wait_until(wait, late)
     board.fence()

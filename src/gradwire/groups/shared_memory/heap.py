@@ -34,7 +34,7 @@ ALIGNMENT = 4096
 
 _GROWTH = 4 << 20
 
-Reserve = Callable[[int, int], None]
+Reserve = Callable[[int, int], object]
 
 
 class Heap:

@@ -180,8 +180,3 @@ class WaitQueue:
         if not ready():
             self._sleep.sleep(self._offset + self._mine * 4, seconds)
         self._words[self._mine] = 0
-
-
-def spins_before_sleep(size: int, *, cores: int) -> int:
-    """How often to check for a peer before going to sleep: see Note [Spin, then sleep]."""
-    return 300 if size <= cores else 40

@@ -262,14 +262,15 @@ class Rendezvous:
     def missing_of_all(self, missing: Sequence[int]) -> list[int]:
         """The ranks to blame when this rank waits in an inner meeting for `missing`: they may be waiting for others in turn."""
         self.store.set(self.key(f"late/{self.rank}"), json.dumps(list(missing)))
-        deadline, waits = time.monotonic() + _GRACE, {self.rank: set(missing)}
-        while time.monotonic() < deadline and waits[self.rank] - set(waits):
-            for rank in range(self.size):
-                if rank not in waits and self.store.check([self.key(f"late/{rank}")]):
-                    waits[rank] = set(json.loads(self.store.get(self.key(f"late/{rank}"))))
+        deadline, waited_for, reported = time.monotonic() + _GRACE, set(missing), {self.rank}
+        while (silent := waited_for - reported) and time.monotonic() < deadline:
+            for rank in silent:  # only those that this rank waits for, directly or through others
+                if self.store.check([self.key(f"late/{rank}")]):
+                    reported.add(rank)
+                    waited_for.update(json.loads(self.store.get(self.key(f"late/{rank}"))))
             self.check()
             time.sleep(_SLICE / 5)
-        return sorted(set().union(*waits.values()) - set(waits)) or list(missing)
+        return sorted(waited_for - reported) or list(missing)
 
     def _lost(self, rank: int, why: str) -> PeerLost:
         text = (

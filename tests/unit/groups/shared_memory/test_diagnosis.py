@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from gradwire.collectives import build
 from gradwire.errors import CollectiveTimeout, GroupAborted, PeerLost
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.shared_memory.board import HERE, LEFT, Cache
-from gradwire.groups.shared_memory.diagnosis import Diagnosis, Waiting, report
+from gradwire.groups.shared_memory.diagnosis import Diagnosis, report
 from gradwire.groups.work import Work
 
 
@@ -35,13 +36,15 @@ class Pulse:
         return list(self.ranks)
 
 
-def found(states: dict[int, tuple[int, str]], *dead: int, waiting: Waiting | None = None) -> Any:
-    diagnosis = Diagnosis("group", Board(states), Pulse(*dead))  # type: ignore[arg-type]
-    return diagnosis.trouble(waiting or Waiting())
+LEDGER = Ledger(name="group", rank=0, size=3)
+
+
+def found(states: dict[int, tuple[int, str]], *dead: int, waiting: Sequence[Work] = ()) -> Any:
+    return Diagnosis(LEDGER, Board(states), Pulse(*dead)).trouble(waiting)  # type: ignore[arg-type]
 
 
 def work(op: Any) -> Work:
-    return Work(op, Ledger(name="group", rank=0, size=3), seq=7, timeout=10.0)
+    return Work(op, LEDGER, seq=7, timeout=10.0)
 
 
 ABORTED = report(GroupAborted("...", reason="the loss is wrong"))
@@ -79,13 +82,13 @@ def test_what_a_rank_concludes(states: Any, dead: list[int], error: type[Excepti
 
 def test_an_error_names_what_waits_for_the_rank() -> None:
     messages = [work(build.recv(torch.ones(1), src=peer)) for peer in (1, 2)]
-    assert str(found({}, 2, waiting=Waiting(None, messages))).startswith(f"{messages[1].op} (operation #7 of group)")
+    assert str(found({}, 2, waiting=messages)).startswith(f"{messages[1].op} (operation #7 of group)")
     barrier = work(build.barrier())
-    assert found({}, 2, waiting=Waiting(barrier, messages)).op == barrier.op.signature
+    assert found({}, 2, waiting=[barrier, *messages]).op == barrier.op.signature
 
 
 def test_a_timeout_of_another_rank_is_a_timeout_of_what_waits_here() -> None:
-    error = found({1: TIMED_OUT}, waiting=Waiting(work(build.barrier())))
+    error = found({1: TIMED_OUT}, waiting=[work(build.barrier())])
     assert isinstance(error, CollectiveTimeout)
     assert error.__notes__ == ["rank 1 gave up first: barrier: not finished"]
 

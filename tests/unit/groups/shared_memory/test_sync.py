@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gradwire.groups import Group, SharedMemoryGroup
-from gradwire.groups.shared_memory.sync import Fence, Futex, Polling, Sleep, WaitQueue, spins_before_sleep
+from gradwire.groups.shared_memory.sync import Fence, Futex, Polling, Sleep, WaitQueue
 from gradwire.runtime.host import usable_cores
 from gradwire.testing import check_group, default_pool
 from gradwire.testing.pool import GroupJob
@@ -253,8 +253,7 @@ def test_no_wake_up_is_lost_between_processes(make: Make, memory: mmap.mmap) -> 
 # -- how often to look ---------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_without_a_core_look_less_often() -> None:
-    assert spins_before_sleep(2, cores=2) > spins_before_sleep(3, cores=2) > 0
+def test_cores_without_a_quota() -> None:
     assert usable_cores("/nowhere") == len(os.sched_getaffinity(0))
 
 
