@@ -99,7 +99,6 @@ def test_functions_fit_a_screen() -> None:
     }
     assert {function for function, lines in long.items() if lines > 60} <= {
         ("launch/entry.py", "init"),
-        ("testing/conformance/aliasing.py", "_makers"),
     }
 
 

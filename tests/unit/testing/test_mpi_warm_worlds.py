@@ -16,7 +16,7 @@ import torch
 from gradwire.errors import GroupError, UsageError
 from gradwire.groups import Group
 from gradwire.groups.mpi import MPIGroup
-from gradwire.testing import Leftovers, run_ranks
+from gradwire.testing import Leftovers, default_pool, run_ranks
 from gradwire.testing import mpi as mpirun
 from gradwire.testing.mpi import MPILaunch, MPIWorlds, default_worlds, missing
 from gradwire.testing.pool import Fate, GroupJob, RankResult
@@ -87,7 +87,7 @@ def test_worlds_that_break_are_replaced_and_leave_nothing() -> None:
     def run(fn: Callable[[Group], object], own: MPIWorlds, timeout: float = 30.0) -> list[RankResult]:
         return own.run(GroupJob(fn, MPIGroup.over_store), 2, timeout=timeout)
 
-    before = Leftovers.snapshot(default_worlds())
+    before = Leftovers.snapshot(default_pool(), default_worlds())  # whose server the ranks may be forks of
     own, found = MPIWorlds(), set()
     for fn in (die, hang, None):
         seen = {path for outcome in run(traces, own) for path in outcome.value}
@@ -121,7 +121,7 @@ def test_a_rank_that_does_not_end_well_is_told(how: str, said: str) -> None:
         if group.rank == 1 and how == "code":
             atexit.register(os._exit, 3)
 
-    before = Leftovers.snapshot(default_worlds())
+    before = Leftovers.snapshot(default_pool(), default_worlds())  # whose server the ranks may be forks of
     own = MPIWorlds()
     assert [outcome.fate for outcome in own.run(GroupJob(rank_main, MPIGroup.over_store), 2)] == [Fate.RETURNED] * 2
     with pytest.raises(GroupError, match=said):

@@ -34,7 +34,7 @@ from gradwire.runtime.fork_server import ForkServer
 from gradwire.testing import LeftBehind, RankPool, default_pool, kinds, ranks, run_ranks
 from gradwire.testing.pool import Fate, GroupJob, RankResult, RemoteTraceback
 from gradwire.testing.pool.process import LocalWorker, Spawn
-from gradwire.testing.pool.shipping import ship
+from gradwire.testing.pool.protocol import ship
 from gradwire.testing.ranks import Request, _verdict
 from helpers.waiting import wait_for_exit
 from helpers.warm_python import FORKED_RANKS, WarmPython

@@ -3,131 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, OpKind, ReduceOp, build
+from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.groups.base import Group
-from gradwire.testing.conformance.cases import Case, Make
-from gradwire.testing.conformance.compare import Problems, against_reference, only_mistakes, same
+from gradwire.testing.conformance.compare import Case, Problems, against_reference, only_mistakes, same
 from gradwire.testing.conformance.data import draw
 
 Home = Callable[[int, int], Tensor]
 """`home(numel, rank)` is a flat tensor with the rank's values; all tensors of a case are views of it."""
+View = tuple[int, int]
+"""First element and length."""
+
+UNEVEN = "all_to_all_single of different lengths"
 
 SMALL, LARGE, ROUNDS = 8, 20_011, 3
 """Elements of the tensors, and how often the large cases are repeated in a small world of processes: there, faults may depend on
 timing."""
 
 
-def _cases(size: int, n: int, home: Home) -> list[Case]:
-    """Every kind whose outputs are not its inputs, with tensors that overlap in each meaningful way."""
-    plain = _makers(size, n, _ordinary)
-    return [Case(f"{n} elements: {what}", make, plain[what]) for what, make in _makers(size, n, home).items()]
-
-
 def _ordinary(numel: int, rank: int) -> Tensor:
     return draw((numel,), torch.int32, 61, rank)
 
 
-def _makers(size: int, n: int, home: Home) -> dict[str, Make]:
-    """What each rank submits in each case."""
+def _table(size: int, n: int, rank: int) -> dict[str, tuple[OpKind, list[View], list[View]]]:
+    """Every kind whose outputs are not its inputs: a rank's inputs and outputs, which overlap in each meaningful way."""
+    last, half, total = size - 1, n // 2, size * n
+    parts = [(i * n, n) for i in range(size + 1)]
+    first, own, across = parts[0], (rank * n, n), (half, n)
+    whole, shifted, second = (0, total), (half + 1, total), (total, total)
 
-    def whole(rank: int) -> Tensor:
-        return home(size * n, rank)
-
-    def gather_over(rank: int, place: int) -> list[Tensor]:
-        """Outputs of which the one of rank `place` is the first n elements of the home."""
-        parts = list(home((size + 1) * n, rank).split(n))
+    def over(place: int) -> list[View]:
+        """Outputs of which the one of rank `place` is the first part."""
         return parts[1 : place + 1] + parts[:1] + parts[place + 1 : size]
 
-    def shifted(rank: int) -> tuple[Tensor, Tensor]:
-        """Two tensors, one of which begins inside the other."""
-        t = home(size * n + n // 2 + 1, rank)
-        return t[: size * n], t[-size * n :]
+    def at_root(views: list[View]) -> list[View]:
+        return views if rank == last else []
 
-    def all_gather(rank: int, place: int) -> Collective:
-        outputs = gather_over(rank, place)
-        return build.all_gather(outputs, outputs[place])
-
-    def gather(rank: int, root: int, place: int) -> Collective:
-        outputs = gather_over(rank, place)
-        return build.gather(outputs[place], outputs if rank == root else None, dst=root)
-
-    def scatter(rank: int, root: int) -> Collective:
-        parts = list(whole(rank).split(n))
-        return build.scatter(parts[(root + 1) % size], parts if rank == root else None, src=root)
-
-    def all_to_all(rank: int, turn: int) -> Collective:
-        parts = list(whole(rank).split(n))
-        return build.all_to_all(parts[turn:] + parts[:turn], parts)
-
-    def single(rank: int, back: bool) -> Collective:
-        a, b = shifted(rank)
-        return build.all_to_all_single(a, b) if back else build.all_to_all_single(b, a)
-
-    def split_sizes(rank: int) -> Collective:
-        t = home(size * (n + size), rank)
-        mine = [n + to for to in range(size)]
-        return build.all_to_all_single(
-            t[: size * (n + rank)], t[: sum(mine)], output_split_sizes=[n + rank] * size, input_split_sizes=mine
-        )
-
-    def into_tensor(rank: int, offset: int) -> Collective:
-        t = whole(rank)
-        return build.all_gather_into_tensor(t, t[offset : offset + n])
-
-    def crossed_pairs(rank: int) -> Collective:
-        """Two pairs as one operation; each input is part of the other pair's output."""
-        a, b = home(2 * size * n, rank).split(size * n)
-        return build.all_gather_into_tensor([a, b], [b[-n:], a[:n]])
-
-    def reduced(rank: int, offset: int) -> Collective:
-        t = whole(rank)
-        return build.reduce_scatter_tensor(t[offset : offset + n], t)
-
-    def reduced_list(rank: int, place: int) -> Collective:
-        parts = list(whole(rank).split(n))
-        return build.reduce_scatter(parts[place], parts)
-
-    def reduced_pairs(rank: int) -> Collective:
-        a, b = home(2 * size * n, rank).split(size * n)
-        return build.reduce_scatter_tensor([b[:n], a[-n:]], [a, b])
-
-    def other_output(rank: int, kind: OpKind) -> Collective:
-        a, b = shifted(rank)
-        root = None if kind is OpKind.ALL_REDUCE else size - 1
-        return Collective(kind, (a,), (b,), None if kind is OpKind.BROADCAST else ReduceOp.SUM, root)
-
-    last = size - 1
+    single, into, scatter = OpKind.ALL_TO_ALL_SINGLE, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR
     return {
-        "all_reduce into a tensor that overlaps it": lambda rank: other_output(rank, OpKind.ALL_REDUCE),
-        "reduce into a tensor that overlaps it": lambda rank: other_output(rank, OpKind.REDUCE),
-        "broadcast into a tensor that overlaps it": lambda rank: other_output(rank, OpKind.BROADCAST),
-        "all_gather of its first output": lambda rank: all_gather(rank, 0),
-        "all_gather of its last output": lambda rank: all_gather(rank, last),
-        "all_gather of its own place": lambda rank: all_gather(rank, rank),
-        "gather of its first output": lambda rank: gather(rank, last, 0),
-        "gather of its own place": lambda rank: gather(rank, 0, 0),
-        "scatter into another rank's input": lambda rank: scatter(rank, last),
-        "all_to_all in place": lambda rank: all_to_all(rank, 0),
-        "all_to_all into its inputs, rotated": lambda rank: all_to_all(rank, 1),
-        "all_to_all_single in place": lambda rank: build.all_to_all_single(*[whole(rank)] * 2),
-        "all_to_all_single forwards": lambda rank: single(rank, False),
-        "all_to_all_single backwards": lambda rank: single(rank, True),
-        "all_to_all_single of different lengths": split_sizes,
-        "all_gather_into_tensor of its own place": lambda rank: into_tensor(rank, rank * n),
-        "all_gather_into_tensor of the beginning": lambda rank: into_tensor(rank, 0),
-        "all_gather_into_tensor across two places": lambda rank: into_tensor(rank, n // 2),
-        "two pairs of all_gather_into_tensor, crossed": crossed_pairs,
-        "reduce_scatter_tensor into its own place": lambda rank: reduced(rank, rank * n),
-        "reduce_scatter_tensor into the beginning": lambda rank: reduced(rank, 0),
-        "reduce_scatter_tensor across two places": lambda rank: reduced(rank, n // 2),
-        "two pairs of reduce_scatter_tensor, crossed": reduced_pairs,
-        "reduce_scatter into its first input": lambda rank: reduced_list(rank, 0),
-        "reduce_scatter into its last input": lambda rank: reduced_list(rank, last),
+        "all_reduce into a tensor that overlaps it": (OpKind.ALL_REDUCE, [whole], [shifted]),
+        "reduce into a tensor that overlaps it": (OpKind.REDUCE, [whole], [shifted]),
+        "broadcast into a tensor that overlaps it": (OpKind.BROADCAST, [whole], [shifted]),
+        "all_gather of its first output": (OpKind.ALL_GATHER, [first], over(0)),
+        "all_gather of its last output": (OpKind.ALL_GATHER, [first], over(last)),
+        "all_gather of its own place": (OpKind.ALL_GATHER, [first], over(rank)),
+        "gather of its first output": (OpKind.GATHER, [first], at_root(over(0))),
+        "gather of its own place": (OpKind.GATHER, [first], at_root(over(last))),
+        "scatter into another rank's input": (OpKind.SCATTER, at_root(parts[:size]), [first]),
+        "all_to_all in place": (OpKind.ALL_TO_ALL, parts[:size], parts[:size]),
+        "all_to_all into its inputs, rotated": (OpKind.ALL_TO_ALL, parts[:size], parts[1:size] + parts[:1]),
+        "all_to_all_single in place": (single, [whole], [whole]),
+        "all_to_all_single forwards": (single, [whole], [shifted]),
+        "all_to_all_single backwards": (single, [shifted], [whole]),
+        UNEVEN: (single, [(0, sum(n + to for to in range(size)))], [(0, size * (n + rank))]),
+        "all_gather_into_tensor of its own place": (into, [own], [whole]),
+        "all_gather_into_tensor of the beginning": (into, [first], [whole]),
+        "all_gather_into_tensor across two places": (into, [across], [whole]),
+        "two pairs of all_gather_into_tensor, crossed": (into, [(2 * total - n, n), first], [whole, second]),
+        "reduce_scatter_tensor into its own place": (scatter, [whole], [own]),
+        "reduce_scatter_tensor into the beginning": (scatter, [whole], [first]),
+        "reduce_scatter_tensor across two places": (scatter, [whole], [across]),
+        "two pairs of reduce_scatter_tensor, crossed": (scatter, [whole, second], [(total, n), (total - n, n)]),
+        "reduce_scatter into its first input": (OpKind.REDUCE_SCATTER, parts[:size], [first]),
+        "reduce_scatter into its last input": (OpKind.REDUCE_SCATTER, parts[:size], [parts[last]]),
     }
+
+
+def _make(size: int, n: int, what: str, home: Home, rank: int) -> Collective:
+    kind, inputs, outputs = _table(size, n, rank)[what]
+    t = home(max(start + length for start, length in (*inputs, *outputs)), rank)
+    views = {(start, length): t[start : start + length] for start, length in (*inputs, *outputs)}
+    return Collective(
+        kind,
+        tuple(views[view] for view in inputs),
+        tuple(views[view] for view in outputs),
+        reduce_op=ReduceOp.SUM if kind.reduces else None,
+        root=size - 1 if kind in (OpKind.REDUCE, OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER) else None,
+        splits=((n + rank,) * size, tuple(n + to for to in range(size))) if what == UNEVEN else None,
+    )
+
+
+def _cases(size: int, n: int, home: Home) -> list[Case]:
+    make = partial(partial, _make, size, n)
+    return [Case(f"{n} elements: {what}", make(what, home), make(what, _ordinary)) for what in _table(size, n, 0)]
 
 
 def check_aliasing(group: Group) -> Problems:

@@ -1,4 +1,4 @@
-"""What checks share: how they report problems, one sentence for each, and a second group of the same ranks.
+"""What checks share: cases for the reference, how problems are reported, and a second group of the same ranks.
 
 Note [Checks are generators]
 A check yields a sentence for each wrong value and continues, so a rank that found one stays in step with the others. If a
@@ -8,17 +8,21 @@ check raises, communication itself has failed; then the world cannot be used any
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind, ReduceOp, build
+from gradwire.collectives.op_kinds import ONLY_BITS
+from gradwire.collectives.reference import perform
 from gradwire.errors import GroupError, InternalError, UsageError
 from gradwire.groups.base import Group
-from gradwire.testing.conformance.cases import Case, expected
 from gradwire.testing.conformance.data import FLOAT8, LARGEST
 
+Make = Callable[[int], Collective]
+"""Returns a rank's Collective, with the same values each time."""
 Problems = Iterator[str]
 E = TypeVar("E", bound=BaseException)
 
@@ -58,26 +62,36 @@ def raises(kind: type[E], what: str, call: Callable[[], object]) -> Generator[st
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One collective to compare with the reference. `plain` makes it in ordinary memory, if `make` uses other memory or strides."""
+
+    what: str
+    make: Make
+    plain: Make | None = None
+
+    def expected(self, group: Group) -> Collective:
+        """A collective whose tensors hold what this rank's must hold afterward."""
+        ops = [(self.plain or self.make)(rank) for rank in range(group.size)]
+        perform(ops)
+        return ops[group.rank]
+
+
 def against_reference(group: Group, cases: Sequence[Case], *, rounds: int = 1) -> Problems:
     """Run every case, waiting for each, then again with several in flight, waiting in reverse order, `rounds` times."""
     for first in range(0, len(cases), AT_ONCE):
-        chunk = cases[first : first + AT_ONCE]
-        results = [expected(case, group.size) for case in chunk]  # held while they are used, so that ranks share them
+        chunk = [(case, case.expected(group)) for case in cases[first : first + AT_ONCE]]
         for _ in range(rounds):
-            yield from _run_and_compare(group, chunk, [result.ranks[group.rank] for result in results])
-
-
-def _run_and_compare(group: Group, cases: Sequence[Case], wanted: Sequence[Collective]) -> Problems:
-    for case, want in zip(cases, wanted, strict=True):
-        op = case.make(group.rank)
-        group.run(op)
-        yield from _differences(f"{case.what}, waited for at once", group, op, want)
-    ops = [case.make(group.rank) for case in cases]
-    works = [group.submit(op) for op in ops]
-    for work in reversed(works):
-        work.wait()
-    for case, op, want in zip(cases, ops, wanted, strict=True):
-        yield from _differences(f"{case.what}, with others in flight", group, op, want)
+            for case, want in chunk:
+                op = case.make(group.rank)
+                group.run(op)
+                yield from _differences(f"{case.what}, waited for at once", group, op, want)
+            ops = [case.make(group.rank) for case, _ in chunk]
+            works = [group.submit(op) for op in ops]
+            for work in reversed(works):
+                work.wait()
+            for (case, want), op in zip(chunk, ops, strict=True):
+                yield from _differences(f"{case.what}, with others in flight", group, op, want)
 
 
 def _differences(what: str, group: Group, op: Collective, want: Collective) -> Problems:
@@ -104,6 +118,7 @@ def only_mistakes(group: Group, mistakes: Mapping[str, Callable[[], object]]) ->
 
 def unlike(what: str, got: Tensor, want: Tensor, reduced: ReduceOp | None = None, size: int = 1) -> Problems:
     """Yield a sentence unless the tensors agree: exactly, or within the error of reducing `size` values in any order."""
+    got, want = (t.view(torch.uint8) if t.dtype in ONLY_BITS else t for t in (got, want))
     if got.shape != want.shape or got.dtype != want.dtype or got.layout != want.layout:
         yield f"{what} became {got.dtype}{list(got.shape)}, expected {want.dtype}{list(want.shape)}"
         return

@@ -11,13 +11,7 @@ import torch
 
 from gradwire.collectives import build
 from gradwire.errors import HookError, UsageTypeError
-from gradwire.events import (
-    CollectiveEvent,
-    CollectiveFinished,
-    CollectiveStarted,
-    CollectiveSubmitted,
-    Handle,
-)
+from gradwire.events import CollectiveEvent, CollectiveFinished, CollectiveStarted, CollectiveSubmitted, Handle
 from gradwire.groups.base import Group
 from gradwire.groups.completion import WorkInfo
 from gradwire.groups.work import Work

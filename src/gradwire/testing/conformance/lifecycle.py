@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
@@ -46,10 +47,9 @@ def _names_the_missing(group: Group, error: CollectiveTimeout, *, known: bool) -
     joined, missing = error.joined, error.missing
     if joined is None or missing is None:
         yield from holds(not known, f"the group knows which ranks have joined, but the error has {joined=}, {missing=}")
-        return
-    yield from holds(group.size - 1 in missing, f"rank {group.size - 1} never joined, but missing is {missing}")
-    yield from holds(group.rank in joined, f"this rank did join, but joined is {joined}")
-    yield from holds(not set(joined) & set(missing), f"ranks are both in joined {joined} and in missing {missing}")
+    else:
+        right = group.size - 1 in missing and group.rank in joined and not set(joined) & set(missing)
+        yield from holds(right, f"rank {group.size - 1} never joined, and this one did: {joined=}, {missing=}")
 
 
 def check_deadline(group: Group) -> Problems:
@@ -75,9 +75,7 @@ def check_deadline(group: Group) -> Problems:
         kept = work.exception()
         yield from same("exception()", (type(kept), str(kept)), (type(error), str(error)))
         yield from same("is_completed() and is_success()", (work.is_completed(), work.is_success()), (True, False))
-        yield from holds(
-            f"failed: {CollectiveTimeout.__name__}" in repr(work), f"repr of a failed operation is {work!r}"
-        )
+        yield from holds("failed: CollectiveTimeout" in repr(work), f"repr of a failed operation is {work!r}")
         yield from raises(CollectiveTimeout, "result() past the deadline", work.result)
         yield from raises(CollectiveTimeout, "the future, taken before the deadline,", future.wait)
         yield from raises(CollectiveTimeout, "a future taken after the deadline", work.get_future().wait)
@@ -95,9 +93,7 @@ def check_deadline_unwatched(group: Group) -> Problems:
         work = group.submit(build.barrier(label="unwatched"))
         work.limit(SHORT)
         work.add_done_callback(lambda work: told.set())
-        yield from holds(
-            told.wait(SHORT + SOON), f"no caller waits, and after {SHORT + SOON} s it has not failed: {work}"
-        )
+        yield from holds(told.wait(SHORT + SOON), f"no caller waits, and it has not failed: {work}")
         yield from holds(isinstance(work.exception(), CollectiveTimeout), f"exception() is {work.exception()!r}")
     part(side)
 
@@ -107,9 +103,8 @@ def check_missing_rank(group: Group) -> Problems:
     side = side_group(group)
     known = group.arrivals(group.barrier()) is not None
     if group.rank < group.size - 1:
-        error = yield from raises(
-            CollectiveTimeout, "monitored_barrier with a rank missing", lambda: group.monitored_barrier(SHORT)
-        )
+        what = "monitored_barrier with a rank missing"
+        error = yield from raises(CollectiveTimeout, what, lambda: group.monitored_barrier(SHORT))
         if error is not None:
             yield from _names_the_missing(group, error, known=known)
         yield from holds("monitored_barrier" in str(error), f"the CollectiveTimeout does not name the label: {error}")
@@ -131,10 +126,8 @@ def check_abort(group: Group) -> Problems:
         error = yield from raises(GroupAborted, "an operation in flight at abort", lambda: work.wait(SOON))
         late = build.barrier(label="too late").within(SHORT)
         later = yield from raises(GroupAborted, "submit after abort", lambda: group.submit(late).wait())
-        for problem in (error, later):
-            if problem is not None:
-                told = problem.reason
-                yield from holds("the check says so" in told, f"reason of the GroupAborted is {told!r}")
+        for told in (problem.reason for problem in (error, later) if problem is not None):
+            yield from holds("the check says so" in told, f"reason of the GroupAborted is {told!r}")
         took = time.perf_counter() - began
         yield from holds(took < SOON, f"abort, a wait and a submit took {took:.1f} s")
         yield from holds("failed" in repr(group) or "abort" in repr(group), f"repr after abort is {group!r}")
@@ -153,10 +146,7 @@ def check_abort_wakes(group: Group) -> Problems:
         work = group.submit(build.barrier(label="asleep"))
         thread = threading.Thread(target=group.abort, args=("from another thread",), daemon=True)
         thread.start()
-        began = time.perf_counter()
         yield from raises(GroupAborted, "a wait during which another thread aborted", lambda: work.wait(SOON))
-        took = time.perf_counter() - began
-        yield from holds(took < SOON, f"it took {took:.1f} s until abort woke the wait")
         thread.join(PATIENCE)
     part(side)
 
@@ -261,9 +251,7 @@ def check_recv_any_alone(group: Group) -> Problems:
         if isinstance(error, CollectiveTimeout):
             named = build.recv(torch.zeros(1), src=1, tag=4, label="from rank 1").within(SOON)
             told = yield from raises(GroupError, "a receive from a rank that has closed", lambda: group.run(named))
-            late = (
-                "a receive from any rank waited for its deadline when all others had closed; one from rank 1 does not"
-            )
+            late = "a receive from any rank waited for its deadline, though all others had closed; one from rank 1 does not"
             yield from holds(not isinstance(told, PeerLost), f"{late}: {told}")
         yield from raises(GroupError, "a receive from any rank after all others have closed", lambda: group.run(later))
     else:
@@ -286,9 +274,8 @@ def check_mismatch(group: Group) -> Problems:
         if error.ops:
             yield from same("own entry in CollectiveMismatch.ops", error.ops.get(group.rank), op.signature)
             yield from holds(len(set(error.ops.values())) > 1, f"CollectiveMismatch.ops agree: {error.ops}")
-        yield from holds(
-            "[4]" in str(error) and "[5]" in str(error), f"the mismatch does not contain what differs: {error}"
-        )
+        differs = "[4]" in str(error) and "[5]" in str(error)
+        yield from holds(differs, f"the mismatch does not contain what differs: {error}")
     except GroupError:
         pass
     except Exception as error:
@@ -310,21 +297,18 @@ def _misuse(group: Group, op: Collective, pending: Work | None) -> str:
     for name, use in uses.items():
         try:
             use()
-        except UsageError as error:
-            if "forked" not in str(error):
-                wrong.append(f"{name} raised {error}")
-        except BaseException as error:
-            wrong.append(f"{name} raised {type(error).__name__}: {error}")
-        else:
             wrong.append(f"{name} was accepted")
+        except BaseException as error:
+            if not isinstance(error, UsageError) or "forked" not in str(error):
+                wrong.append(f"{name} raised {type(error).__name__}: {error}")
     group.abort("of a child")
     group.close()
     weakref.finalize._exitfunc()  # type: ignore[attr-defined]  # what Python does when a child ends with sys.exit()
-    return "; ".join(wrong)
+    return "; ".join(wrong) or "ok"
 
 
 def _in_child(fn: Callable[[], str]) -> str:
-    """What `fn` returns in a forked child, or how the child ended."""
+    """What `fn` returns in a forked child; "" if the child died."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -334,18 +318,12 @@ def _in_child(fn: Callable[[], str]) -> str:
         os.write(writer, answer.encode()[:4000])
         os._exit(0)
     os.close(writer)
-    until = time.monotonic() + PATIENCE
-    status = 1
-    while os.waitpid(child, os.WNOHANG)[0] == 0:
-        if time.monotonic() > until:
+    with open(reader, "rb") as pipe:
+        ready = select.select([pipe], [], [], PATIENCE)[0]
+        if not ready:
             os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            status = 0
-            break
-        time.sleep(0.005)
-    with os.fdopen(reader, "rb") as pipe:
-        said = pipe.read().decode()
-    return said if status else f"the child did not end within {PATIENCE} s"
+        os.waitpid(child, 0)
+        return pipe.read().decode() if ready else f"the child did not end within {PATIENCE} s"
 
 
 def check_forked_child(group: Group) -> Problems:
@@ -361,7 +339,7 @@ def check_forked_child(group: Group) -> Problems:
             pending = group.submit(build.recv(message, src=0, label="in flight during a fork"))
         op = build.all_reduce(torch.ones(3), label="of a child").within(1.0)
         said = _in_child(lambda: _misuse(group, op, pending))
-        yield from holds(not said, f"in a forked child: {said}")
+        yield from holds(said == "ok", f"in a forked child: {said or 'it died'}")
     t = torch.ones(3)
     op = build.all_reduce(t, label="after a child has ended")
     # The rank is late, so that the others check whether it is alive.

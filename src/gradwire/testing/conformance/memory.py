@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, ReduceOp, build
+from gradwire.collectives.op_kinds import ONLY_BITS
 from gradwire.groups.base import Group
-from gradwire.testing.conformance.cases import Case, Make
-from gradwire.testing.conformance.compare import Problems, against_reference, holds, same, unlike
+from gradwire.testing.conformance.compare import Case, Make, Problems, against_reference, holds, same, unlike
 from gradwire.testing.conformance.data import LAYOUTS, arrange, blank, draw
 
 Shaper = Callable[[Tensor], Tensor]
+_MOVES = ("broadcast", "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "gather", "scatter")
+"""The collectives that do not reduce."""
 
 
 def _as_is(t: Tensor) -> Tensor:
     return t
 
 
-def _every_kind(size: int, shape: tuple[int, ...], placed: Shaper = _as_is) -> list[Case]:
-    """One case of each collective, its tensors passed through `placed`, which is not done for the reference."""
-    plain = _makers(size, shape, _as_is)
+def _every_kind(size: int, shape: tuple[int, ...], placed: Shaper = _as_is, reference: Shaper = _as_is) -> list[Case]:
+    """One case of each collective, its tensors passed through `placed`, and those of the reference through `reference`."""
+    plain = _makers(size, shape, reference)
     return [Case(name, make, plain[name]) for name, make in _makers(size, shape, placed).items()]
 
 
@@ -66,33 +69,26 @@ def _makers(size: int, shape: tuple[int, ...], placed: Shaper) -> dict[str, Make
 
 
 def check_layouts(group: Group) -> Problems:
-    """Tensors that are transposed, strided, or part of a larger storage, as inputs and outputs."""
-    for layout in LAYOUTS:
+    """Tensors that are transposed, strided, or part of a larger storage, as inputs and outputs; not the same on all ranks."""
 
-        def arranged(t: Tensor, layout: str = layout) -> Tensor:
-            return arrange(t, layout)
+    def mixed(t: Tensor) -> Tensor:
+        return arrange(t, "transposed") if group.rank % 2 else t
 
-        yield from against_reference(group, _every_kind(group.size, (3, 4), arranged))
-
-
-def check_layouts_mixed(group: Group) -> Problems:
-    """Ranks need not agree on strides: the order of elements is that of their indices."""
-
-    def case(rank: int) -> Collective:
-        t = draw((4, 6), torch.float32, 43, rank)
-        return build.all_reduce(arrange(t, "transposed") if rank % 2 else t)
-
-    def gathered(rank: int) -> Collective:
-        t = draw((4, 6), torch.float32, 44, rank)
-        outputs = [arrange(blank((4, 6), torch.float32), LAYOUTS[i % 3]) for i in range(group.size)]
-        return build.all_gather(outputs, arrange(t, "transposed") if rank % 2 else t)
-
-    yield from against_reference(group, [Case("strides differ", case), Case("strides differ", gathered)])
+    places: list[Shaper] = [partial(arrange, layout=layout) for layout in LAYOUTS]
+    for place in (*places, mixed):
+        yield from against_reference(group, _every_kind(group.size, (3, 4), place))
 
 
 def check_zero_dimensional(group: Group) -> Problems:
     """Tensors with no dimensions, in every collective."""
     yield from against_reference(group, _every_kind(group.size, ()))
+
+
+def check_dtypes_without_arithmetic(group: Group) -> Problems:
+    """Dtypes that only hold bits (float4, float8_e8m0fnu) are moved by every collective that does not reduce."""
+    for dtype in sorted(ONLY_BITS, key=str):
+        cases = _every_kind(group.size, (12,), lambda t, d=dtype: t.view(d), lambda t: t.view(torch.uint8))  # type: ignore[misc]
+        yield from against_reference(group, [case for case in cases if case.what in _MOVES])
 
 
 LARGE, SIZEABLE = 300_007, 40_009
@@ -127,35 +123,29 @@ def check_large(group: Group) -> Problems:
 def check_channels_last(group: Group) -> Problems:
     """Images in channels_last order keep it."""
 
-    def images(rank: int) -> Tensor:
-        return draw((2, 3, 4, 5), torch.float32, 45, rank).to(memory_format=torch.channels_last)
+    def images(t: Tensor) -> Tensor:
+        return t.to(memory_format=torch.channels_last) if t.dim() == 4 else t
 
-    cases = [
-        Case("all_reduce", lambda rank: build.all_reduce(images(rank))),
-        Case("broadcast", lambda rank: build.broadcast(images(rank), src=0)),
-        Case("all_gather", lambda rank: build.all_gather([images(9) for _ in range(group.size)], images(rank))),
-    ]
-    yield from against_reference(group, cases)
-    t = images(group.rank)
+    yield from against_reference(group, _every_kind(group.size, (2, 3, 4, 5), images))
+    t = images(draw((2, 3, 4, 5), torch.float32, 45, group.rank))
     group.all_reduce(t)
-    yield from holds(
-        t.is_contiguous(memory_format=torch.channels_last), "all_reduce: a channels_last tensor lost its strides"
-    )
+    kept = t.is_contiguous(memory_format=torch.channels_last)
+    yield from holds(kept, "all_reduce: a channels_last tensor lost its strides")
 
 
 def check_gaps(group: Group) -> Problems:
-    """Memory between the elements of a strided output is not written."""
-    for name in ("all_reduce", "broadcast", "all_gather"):
-        home = torch.full((10,), 7.0)
-        t = home[::2]
-        t.copy_(draw((5,), torch.float32, 46, group.rank))
-        if name == "all_reduce":
-            group.all_reduce(t)
-        elif name == "broadcast":
-            group.broadcast(t, src=0)
-        else:
-            group.all_gather([t if r == group.rank else blank((5,), torch.float32) for r in range(group.size)], t)
-        yield from unlike(f"{name}: the memory between the elements", home[1::2], torch.full((5,), 7.0))
+    """Memory between the elements of a strided tensor is not written."""
+    homes: list[Tensor] = []
+
+    def spaced(t: Tensor) -> Tensor:
+        homes.append(torch.full((*t.shape, 2), 7.0))
+        return homes[-1][..., 0].copy_(t)
+
+    for name, make in _makers(group.size, (5,), spaced).items():
+        homes.clear()
+        group.run(make(group.rank))
+        gaps = torch.cat([home[..., 1].flatten() for home in homes])
+        yield from unlike(f"{name}: the memory between the elements", gaps, torch.full_like(gaps, 7.0))
 
 
 def check_leaves(group: Group) -> Problems:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,16 +17,14 @@ from gradwire.groups.base import Group
 from gradwire.testing.conformance import (
     aliasing,
     completion,
-    data_movement,
     lifecycle,
     memory,
+    operations,
     p2p,
-    reductions,
     subgroups,
     usage,
     work,
 )
-from gradwire.testing.conformance.cases import numbered
 from gradwire.testing.conformance.compare import Problems
 
 _HERE = Path(__file__).parent
@@ -39,47 +36,34 @@ MakeWorld = Callable[[Callable[[Group], Any]], Sequence[Any]]
 class Check:
     """One check. `fresh`: it may break its world, and needs a separate one. `ranks`: the minimum number of ranks."""
 
+    name: str
     run: Callable[[Group], Problems]
     ranks: int = 1
     fresh: bool = False
 
-    @property
-    def name(self) -> str:
-        """Its name in reports and in `only`."""
-        return self.run.__name__.removeprefix("check_")
+
+_MODULES = (operations, memory, aliasing, p2p, subgroups, work, completion, usage, lifecycle)
+_NEEDS = {p2p: (2, False), usage: (2, True), lifecycle: (2, True)}
+"""The minimum number of ranks, and whether they may break their world: all checks of a module; then those that differ."""
+_EXCEPTIONS = {
+    "aliasing": (2, False),
+    "hook_raising": (2, True),
+    "callbacks_raising": (2, True),
+    "hooks_at_close": (1, True),
+    "close": (1, True),
+}
 
 
-def _all(module: ModuleType, *, ranks: int = 1, fresh: bool = False, but: Sequence[Check] = ()) -> list[Check]:
-    """Every check of a module, in the order in which they are written; `but` are those with other requirements."""
-    found = [
-        run for name, run in vars(module).items() if name.startswith("check_") and run.__module__ == module.__name__
-    ]
-    others = {check.run for check in but}
-    return [*(Check(run, ranks, fresh) for run in found if run not in others), *but]
+def _checks() -> Iterator[Check]:
+    """Every check, in the order in which they are written."""
+    for module in _MODULES:
+        for name, run in vars(module).items():
+            if name.startswith("check_") and run.__module__ == module.__name__:
+                short = name.removeprefix("check_")
+                yield Check(short, run, *_EXCEPTIONS.get(short, _NEEDS.get(module, (1, False))))
 
 
-_CHECKS = (
-    *_all(reductions),
-    *_all(data_movement),
-    *_all(memory),
-    *_all(aliasing, but=[Check(aliasing.check_aliasing, ranks=2)]),
-    *_all(p2p, ranks=2),
-    *_all(subgroups),
-    *_all(work),
-    *_all(
-        completion,
-        but=[
-            Check(completion.check_hook_raising, ranks=2, fresh=True),
-            Check(completion.check_callbacks_raising, ranks=2, fresh=True),
-            Check(completion.check_hooks_at_close, fresh=True),
-        ],
-    ),
-    *_all(usage, ranks=2, fresh=True),
-    *_all(lifecycle, ranks=2, fresh=True, but=[Check(lifecycle.check_close, fresh=True)]),
-)
-
-CHECKS = tuple(sorted(_CHECKS, key=lambda check: check.fresh))
-BY_NAME = {check.name: check for check in CHECKS}
+CHECKS = {check.name: check for check in sorted(_checks(), key=lambda check: check.fresh)}
 
 
 # -- the report -------------------------------------------------------------------------------------------------------------
@@ -102,7 +86,6 @@ class Failure:
 class Outcome:
     """What one rank found in one world."""
 
-    rank: int
     size: int
     ran: tuple[str, ...]
     skipped: tuple[str, ...]
@@ -157,7 +140,7 @@ class ConformanceError(GradwireError, AssertionError):
 
 def check_names() -> tuple[str, ...]:
     """The names of all checks, in the order in which they run."""
-    return tuple(check.name for check in CHECKS)
+    return tuple(CHECKS)
 
 
 def check_group(make_world: MakeWorld, *, only: Iterable[str] | None = None, device: str = "cpu") -> Report:
@@ -177,11 +160,12 @@ def check_group(make_world: MakeWorld, *, only: Iterable[str] | None = None, dev
     ('all_reduce_ops', 'split')
     """
     began = time.perf_counter()
-    checks = _chosen(only)
-    shared = tuple(check.name for check in checks if not check.fresh)
-    worlds: list[tuple[str, ...]] = [(check.name,) for check in checks if check.fresh]
-    if shared:
-        worlds.insert(0, shared)
+    wanted = tuple(CHECKS) if only is None else (only,) if isinstance(only, str) else tuple(only)
+    if unknown := [name for name in wanted if name not in CHECKS] or not wanted:
+        raise UsageError(f"check_group: unknown checks {unknown}. Choose from {', '.join(CHECKS)}.")
+    chosen = [check for check in CHECKS.values() if check.name in wanted]
+    shared = tuple(check.name for check in chosen if not check.fresh)
+    worlds = [*([shared] if shared else []), *((check.name,) for check in chosen if check.fresh)]
     outcomes: list[Outcome] = []
     failures: list[Failure] = []
     for number, names in enumerate(worlds):
@@ -190,27 +174,16 @@ def check_group(make_world: MakeWorld, *, only: Iterable[str] | None = None, dev
         failures += [failure for outcome in found for failure in outcome.failures] if found else broken
         if (broken or any(outcome.broken for outcome in found)) and number == 0 and len(names) > 1:
             break  # a failure in the first world would be repeated, slowly, in every other
-    reached = {name for outcome in outcomes for name in (*outcome.ran, *outcome.skipped)}
-    if failures:
-        named = reached | {failure.check for failure in failures}
-        raise ConformanceError(failures, [check.name for check in checks if check.name not in named])
     skipped = {name for outcome in outcomes for name in outcome.skipped}
+    if failures:
+        named = skipped.union(*(outcome.ran for outcome in outcomes), (failure.check for failure in failures))
+        raise ConformanceError(failures, [check.name for check in chosen if check.name not in named])
     return Report(
         size=max((outcome.size for outcome in outcomes), default=0),
-        ran=tuple(check.name for check in checks if check.name not in skipped),
-        skipped=tuple(check.name for check in checks if check.name in skipped),
+        ran=tuple(check.name for check in chosen if check.name not in skipped),
+        skipped=tuple(check.name for check in chosen if check.name in skipped),
         seconds=time.perf_counter() - began,
     )
-
-
-def _chosen(only: Iterable[str] | None) -> list[Check]:
-    if only is None:
-        return list(CHECKS)
-    wanted = [only] if isinstance(only, str) else list(only)
-    unknown = [name for name in wanted if name not in BY_NAME]
-    if unknown or not wanted:
-        raise UsageError(f"check_group: unknown checks {unknown}. Choose from {', '.join(BY_NAME)}.")
-    return [check for check in CHECKS if check.name in wanted]
 
 
 def _in_one_world(make_world: MakeWorld, visit: Visit) -> tuple[list[Outcome], list[Failure]]:
@@ -240,28 +213,24 @@ class Visit:
         skipped: list[str] = []
         failures: list[Failure] = []
         broken = False
-        with self._default_device():
+        with nullcontext() if self.device == "cpu" else torch.device(self.device):
             for name in self.names:
-                check = BY_NAME[name]
+                check = CHECKS[name]
                 if group.size < check.ranks:
                     skipped.append(name)
                     continue
                 ran.append(name)
                 try:
-                    with numbered(name):
-                        failures += [Failure(name, group.rank, problem) for problem in check.run(group)]
+                    failures += [Failure(name, group.rank, problem) for problem in check.run(group)]
                 except Exception as error:
-                    failures.append(Failure(name, group.rank, _story(error)))
+                    failures.append(Failure(name, group.rank, _described(error)))
                     broken = True
                     group.abort(f"conformance check {name} failed")
                     break
-        return Outcome(group.rank, group.size, tuple(ran), tuple(skipped), tuple(failures), broken)
-
-    def _default_device(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.device == "cpu" else torch.device(self.device)
+        return Outcome(group.size, tuple(ran), tuple(skipped), tuple(failures), broken)
 
 
-def _story(error: Exception) -> str:
+def _described(error: Exception) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == _HERE]
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return f"it raised {type(error).__name__}{where}: {error}"

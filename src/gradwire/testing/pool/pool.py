@@ -18,14 +18,7 @@ from gradwire.errors import ClosedError, GroupError, UsageTypeError
 from gradwire.groups.store.private_store import PrivateStore
 from gradwire.runtime.fork_server import ForkServer
 from gradwire.testing.pool.pool_run import PoolRun
-from gradwire.testing.pool.process import (
-    WARM,
-    LocalWorker,
-    Spawn,
-    WorkerHandle,
-    default_server,
-    ending,
-)
+from gradwire.testing.pool.process import WARM, LocalWorker, Spawn, WorkerHandle, default_server, ending
 from gradwire.testing.pool.protocol import (
     ABORT_GRACE,
     START_LIMIT,
@@ -35,16 +28,15 @@ from gradwire.testing.pool.protocol import (
     RankJob,
     RankResult,
     receive,
+    ship,
 )
-from gradwire.testing.pool.shipping import ship
 
 
 class RankPool:
     """Rank processes, warm ones by default: `spawn(rank)` is how each is started. Warm ones are forks of `server`, if there is one.
 
-    Workers are started when first needed, all missing ones at once; calls are serialized.
-
-    Workers end with `close()`, at interpreter exit, or when the pool is freed.
+    Workers are started when first needed, all missing ones at once, and end with `close()`, at interpreter exit, or when the pool
+    is freed. Calls are serialized.
     """
 
     def __init__(
@@ -83,7 +75,13 @@ class RankPool:
         with self._turn():
             self._staff(n)
             name = f"{name}-{next(self._numbers)}"
-            blob = self._ship(job)
+            try:
+                blob = ship(job, self._paths)
+            except Exception as problem:
+                raise UsageTypeError(
+                    f"{job!r} cannot be sent to rank processes: {type(problem).__name__}: {problem}. "
+                    "Create what cannot be pickled inside the function, on its rank, instead of passing it along."
+                ) from problem
             workers = self._workers[:n]
             try:
                 path = os.path.abspath(sys.path[0])  # the directory of the script, or of the notebook
@@ -95,7 +93,8 @@ class RankPool:
                 raise
             finally:
                 self._discharge([worker for worker in workers if worker.spoilt or worker.wait(0) is not None])
-                self._forget(name)
+                for store in self._stores:
+                    store.delete([key for key in store.list_keys() if key.startswith(f"{name}/")])
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -107,15 +106,6 @@ class RankPool:
             yield
         finally:
             self._turns.release()
-
-    def _ship(self, job: object) -> bytes:
-        try:
-            return ship(job, self._paths)
-        except Exception as problem:
-            raise UsageTypeError(
-                f"{job!r} cannot be sent to rank processes: {type(problem).__name__}: {problem}. "
-                "Create what cannot be pickled inside the function, on its rank, instead of passing it along."
-            ) from problem
 
     # -- starting and ending workers -----------------------------------------------------------------------------------
 
@@ -155,11 +145,6 @@ class RankPool:
             self._workers.remove(worker)
             worker.kill()
             worker.release()
-
-    def _forget(self, name: str) -> None:
-        """Delete what a call has left in the store."""
-        for store in self._stores:
-            store.delete([key for key in store.list_keys() if key.startswith(f"{name}/")])
 
     def close(self) -> None:
         """End all workers and wait for them. Closing twice is a no-op."""

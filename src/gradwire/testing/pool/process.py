@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from gradwire.errors import GroupError
@@ -24,6 +24,10 @@ WORKER_SETTINGS = {"OMP_NUM_THREADS": "1", "ONEDNN_JIT_PROFILE": "0", "GLOO_SOCK
 
 QUICK_START = "import gc; gc.disable(); "
 """The beginning of a warm worker's program: imports create no garbage, and collecting it takes a tenth of the import time."""
+WARM = f"{QUICK_START}from gradwire.testing.pool.worker import work_warm as work"
+"""The program of a worker that is kept for many jobs."""
+FRESH = "from gradwire.testing.pool.worker import work"
+"""The program of a worker for a single job, in which nothing is different from any other process of Python."""
 
 ENDED = 256
 """The exit status of a process that is not our child: only its parent can read the real one."""
@@ -85,10 +89,6 @@ class WorkerHandle(ABC):
             os.close(fd)
 
 
-WARM = f"{QUICK_START}from gradwire.testing.pool.worker import work_warm as work"
-"""The program of a worker that is kept for many jobs."""
-
-
 @dataclass(frozen=True, slots=True)
 class Spawn:
     """How a worker is started."""
@@ -101,10 +101,6 @@ class Spawn:
     """Variables in addition to this process's."""
     command: Callable[[list[str]], list[str]] = list
     """Turns its command line into the one that runs it where it belongs. It must exec, and keep open descriptors."""
-
-
-FRESH = "from gradwire.testing.pool.worker import work"
-"""The program of a worker for a single job, in which nothing is different from any other process of Python."""
 
 
 class LocalWorker(WorkerHandle):
@@ -150,23 +146,19 @@ class LocalWorker(WorkerHandle):
 def _start(store: str, spawn: Spawn, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     """A child of this process. See Note [Who outlives whom] in worker.py."""
     parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-    started: subprocess.Popen[bytes] | None = None
+    # Ctrl-C reaches all processes of the terminal. A worker ignores it, and unblocks it once it does.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        with _interrupts_blocked():
-            started = subprocess.Popen(
-                spawn.command([sys.executable, "-P", "-c", f"{spawn.program}; work{(*fds, store, parent)}"]),
-                stdin=subprocess.DEVNULL,
-                stdout=spawn.output,
-                stderr=spawn.output,
-                pass_fds=fds,
-                env={**os.environ, **spawn.settings},
-            )
-    except BaseException:
-        if started is not None:  # Ctrl-C meanwhile
-            started.kill()
-            started.wait()
-        raise
-    return started
+        return subprocess.Popen(
+            spawn.command([sys.executable, "-P", "-c", f"{spawn.program}; work{(*fds, store, parent)}"]),
+            stdin=subprocess.DEVNULL,
+            stdout=spawn.output,
+            stderr=spawn.output,
+            pass_fds=fds,
+            env={**os.environ, **spawn.settings},
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _fork(server: ForkServer, store: str, spawn: Spawn, fds: tuple[int, ...]) -> ForkedProcess:
@@ -180,16 +172,6 @@ def _fork(server: ForkServer, store: str, spawn: Spawn, fds: tuple[int, ...]) ->
 def default_server() -> ForkServer:
     """The server that warm workers are forks of: torch is imported once, not once per rank."""
     return ForkServer(["torch", "torch.distributed", "gradwire.testing.pool.worker"])
-
-
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Ctrl-C reaches all processes of the terminal. A worker ignores it, and unblocks it once it does."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def ending(status: int | None) -> str:

@@ -1,17 +1,25 @@
-"""What the pool and its workers exchange: jobs, messages, results; and the time limits of the pool."""
+"""What the pool and its workers exchange: jobs, messages, results, and how they are pickled; and the time limits of the pool."""
 
 from __future__ import annotations
 
+import importlib
+import io
+import os
 import pickle
 import socket
+import sys
+import time
+import traceback
+import types
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
+import cloudpickle  # type: ignore[import-untyped]
 from torch._C._distributed_c10d import Store
 
-from gradwire.errors import GroupAborted, PeerLost
+from gradwire.errors import GroupAborted, GroupError, PeerLost, UsageTypeError
 from gradwire.groups import Group
 from gradwire.groups.base import BuildGroup
 from gradwire.runtime.rank_error import root_cause
@@ -98,16 +106,6 @@ class RemoteTraceback(Exception):
 # -- jobs ------------------------------------------------------------------------------------------------------------------
 
 
-class Resource(Protocol):
-    """What a job's rank must give up when the job ends, such as a group."""
-
-    def abort(self, reason: str) -> None:
-        """This rank or another one has failed: stop waiting."""
-
-    def close(self) -> None:
-        """All ranks have answered."""
-
-
 @dataclass(frozen=True, slots=True)
 class JobContext:
     """One rank of a job."""
@@ -119,8 +117,8 @@ class JobContext:
     """Seconds that the job may take; or, if ranks report progress, that it may take without a report."""
     store: Store
     """Where the ranks of this job meet."""
-    own: Callable[[Resource | None], None]
-    """From now on abort and close this, instead of what was passed before."""
+    own: Callable[[Any], None]
+    """From now on call `abort(reason)` if a rank fails, and `close()` at the end, of this, e.g. a group; None for nothing."""
     report: Callable[[Any], None]
     """Send progress to the process that runs the job."""
 
@@ -152,8 +150,7 @@ class GroupJob:
 # The first message of a worker is the tuple of the paths that it imports from.
 
 
-@dataclass(frozen=True, slots=True)
-class RankJob:
+class RankJob(NamedTuple):
     """Parent: be this rank. `blob` holds a function of a `JobContext`, which may import from `path` too."""
 
     rank: int
@@ -164,46 +161,29 @@ class RankJob:
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Parent: another rank has failed; stop."""
+class Finish(NamedTuple):
+    """Parent: all ranks have answered, so close your group; or, with a `failure` of another rank, abort it."""
 
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Parent: all ranks have answered; close your group."""
+    failure: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class ProgressReport(NamedTuple):
     """Worker: progress."""
 
     progress: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """Worker: the function returned this."""
+class Answer(NamedTuple):
+    """Worker: a pickled RankResult, and the traceback of its error."""
 
-    blob: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """Worker: this was raised, with this traceback."""
-
-    when: float
     blob: bytes
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Worker: my group is closed. With what closing it raised, and the leftovers."""
+class Ended(NamedTuple):
+    """Worker: my group is closed. With the error of closing it, and the leftovers."""
 
-    raised: Raised | None
+    error: Answer | None
     left: tuple[str, ...]
 
 
@@ -227,3 +207,95 @@ def _exactly(sock: socket.socket, count: int) -> bytearray:
             raise EOFError("the other side has closed the connection")
         done += got
     return data
+
+
+# -- pickling: functions out, results and errors back ------------------------------------------------------------------------
+
+
+class _Shipper(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles by value what the workers could not import: functions, classes and modules of tests, scripts, notebooks.
+
+    A module counts as importable there if its top-level package is directly in one of the paths that the workers import from.
+    They do not search the current directory, so a test module never is, however pytest has loaded it.
+    """
+
+    def __init__(self, file: io.BytesIO, paths: Collection[str]) -> None:
+        super().__init__(file)
+        self._paths = paths
+        self.registered: list[types.ModuleType] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        """As in cloudpickle, after registering the object's module."""
+        if isinstance(obj, types.ModuleType):
+            if self._importable(obj):
+                return importlib.import_module, (obj.__name__,)
+            # Loader and spec may lead to all of pytest; a module made by value needs neither.
+            state = {k: v for k, v in vars(obj).items() if k not in ("__builtins__", "__loader__", "__spec__")}
+            return types.ModuleType, (obj.__name__,), state
+        if isinstance(obj, (types.FunctionType, type)):
+            module = sys.modules.get(obj.__module__ or "")
+            by_value = cloudpickle.list_registry_pickle_by_value()
+            if module is not None and module.__name__ not in by_value and not self._importable(module):
+                cloudpickle.register_pickle_by_value(module)
+                self.registered.append(module)
+        return super().reducer_override(obj)
+
+    def _importable(self, module: types.ModuleType) -> bool:
+        top = module.__name__.partition(".")[0]
+        package = sys.modules.get(top, module)
+        places = list(getattr(package, "__path__", ())) or [getattr(package, "__file__", None)]
+        return top in sys.stdlib_module_names or any(
+            os.path.dirname(os.path.realpath(place)) in self._paths for place in places if place
+        )
+
+
+def ship(value: object, paths: Collection[str]) -> bytes:
+    """Pickle `value` for workers that import from `paths`."""
+    file = io.BytesIO()
+    shipper = _Shipper(file, paths)
+    try:
+        shipper.dump(value)
+    finally:
+        for module in shipper.registered:
+            cloudpickle.unregister_pickle_by_value(module)
+    return file.getvalue()
+
+
+def pack(result: RankResult) -> Answer:
+    """Pickle a result. A value or an error that cannot be pickled is replaced by an error that describes it."""
+    rank, value, error = result.rank, result.value, result.error
+    text = "" if error is None else "".join(traceback.format_exception(error))
+    try:
+        blob = cloudpickle.dumps(result)
+        if error is not None:
+            cloudpickle.loads(blob)
+        return Answer(blob, text)
+    except Exception as problem:
+        why = f"{type(problem).__name__}: {problem}"
+    if error is None:
+        replacement: Exception = UsageTypeError(
+            f"rank {rank} returned a {type(value).__qualname__} that cannot be sent to another process: {why}. "
+            "Return tensors, numbers, strings, or containers of them."
+        )
+    else:
+        replacement = GroupError(
+            f"rank {rank} raised {type(error).__qualname__}: {error}. The exception itself cannot be sent to another "
+            f"process ({why}), so this replaces it; its traceback is the cause. "
+            "Keep what cannot be pickled out of its arguments, or define __reduce__."
+        )
+    return Answer(cloudpickle.dumps(RankResult(rank, Fate.RAISED, result.when, error=replacement)), text)
+
+
+def unpack(rank: int, answer: Answer) -> RankResult:
+    """Unpickle a result. The cause of an error is its traceback on the rank."""
+    try:
+        result: RankResult = cloudpickle.loads(answer.blob)
+    except Exception as problem:
+        error = UsageTypeError(
+            f"what rank {rank} returned or raised cannot be rebuilt in this process: {type(problem).__name__}: {problem}. "
+            "Return tensors, numbers, strings, or containers of them."
+        )
+        result = RankResult(rank, Fate.RAISED, time.monotonic(), error=error)
+    if result.error is not None and answer.text:
+        result.error.__cause__ = RemoteTraceback(answer.text)
+    return result

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import gc
 import os
 import queue
@@ -21,6 +22,7 @@ import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch
@@ -32,18 +34,18 @@ from gradwire.testing.pool.protocol import (
     CLOSE_LIMIT,
     LEFTOVER_GRACE,
     START_LIMIT,
-    Abort,
+    Answer,
     Ended,
+    Fate,
+    Finish,
     JobContext,
-    Progress,
-    Raised,
+    ProgressReport,
     RankJob,
-    Resource,
-    Returned,
+    RankResult,
+    pack,
     receive,
     send,
 )
-from gradwire.testing.pool.shipping import dump_result, pack
 
 
 class RankWorker:
@@ -60,8 +62,8 @@ class RankWorker:
         """Seconds that the main thread has to exit when the parent is gone, before the process is ended by force."""
         self._jobs: queue.SimpleQueue[RankJob | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._owned: Resource | None = None
-        self._aborted: str | None = None
+        self._owned: Any = None
+        self._failure = ""
         self._released = threading.Event()
 
     def serve(self) -> None:
@@ -70,20 +72,24 @@ class RankWorker:
         send(self._control, tuple(os.path.realpath(path) for path in sys.path if path))
         # Without a deadline: waiting for the parent is what an idle worker does.
         while (job := self._jobs.get()) is not None:
-            send(self._control, self._perform(job))
+            before = None if self._modules is None else leftovers.Leftovers.snapshot()
+            error, left = self._perform(job), []
+            if before is not None and self._modules is not None:
+                left = [*before.compare(grace=LEFTOVER_GRACE), *self._modules.replaced()]
+            send(self._control, Ended(error, tuple(left)))
 
     def _listen(self) -> None:
         try:
             while True:
                 message = receive(self._control)
                 if isinstance(message, RankJob):
-                    self._aborted = None
+                    self._failure = ""
                     self._released.clear()
                     self._jobs.put(message)
-                    continue
-                if isinstance(message, Abort):
-                    self._abort(message.reason)
-                self._released.set()
+                elif isinstance(message, Finish):
+                    if message.failure:
+                        self._abort(message.failure)
+                    self._released.set()
         except (EOFError, OSError):
             _flush()
             if self._notice:
@@ -91,29 +97,29 @@ class RankWorker:
                 time.sleep(self._notice)
             os._exit(0)
 
-    def _perform(self, job: RankJob) -> Ended:
-        """Run a job. A worker that is kept for others looks for what it has left behind."""
-        if self._modules is None:
-            return Ended(self._finish(job), ())
-        before = leftovers.Leftovers.snapshot()
-        raised = self._finish(job)
-        return Ended(raised, (*before.compare(grace=LEFTOVER_GRACE), *self._modules.replaced()))
-
-    def _finish(self, job: RankJob) -> Raised | None:
-        failure = None
+    def _perform(self, job: RankJob) -> Answer | None:
+        """Run a job, and send its answer. Returns the error of closing what it owned."""
+        failure = ""
         try:
-            answer: Returned | Raised = Returned(dump_result(self._call(job), job.rank))
+            answer = pack(RankResult(job.rank, Fate.RETURNED, time.monotonic(), self._call(job)))
         except BaseException as error:
-            answer = pack(error, job.rank, time.monotonic())
+            answer = pack(RankResult(job.rank, Fate.RAISED, time.monotonic(), error=error))
             failure = f"rank {job.rank} raised {type(error).__name__}: {error}"
         send(self._control, answer)
-        if failure is None:
-            self._released.wait(job.timeout + CLOSE_LIMIT)
-        else:
+        if failure:
             self._abort(failure)
-        raised = self._leave(job)
-        _flush()
-        return raised
+        else:
+            self._released.wait(job.timeout + CLOSE_LIMIT)
+        with self._lock:
+            owned, self._owned = self._owned, None
+        try:
+            if owned is not None:
+                owned.close()
+        except BaseException as error:
+            return pack(RankResult(job.rank, Fate.RAISED, time.monotonic(), error=error))
+        finally:
+            _flush()
+        return None
 
     def _call(self, job: RankJob) -> object:
         store = PrefixStore(job.name, self._store)
@@ -126,34 +132,23 @@ class RankWorker:
                 sys.path.remove(job.path)
 
     def _report(self, progress: object) -> None:
-        send(self._control, Progress(progress))
+        send(self._control, ProgressReport(progress))
 
-    def _own(self, resource: Resource | None) -> None:
+    def _own(self, resource: Any) -> None:
         with self._lock:
-            self._owned = resource
-            reason = self._aborted
-        if resource is not None and reason is not None:
-            resource.abort(reason)
+            self._owned, failure = resource, self._failure
+        if failure:
+            self._abort(failure)
 
-    def _abort(self, reason: str) -> None:
+    def _abort(self, failure: str) -> None:
+        """Abort what the rank owns, now or as soon as it owns something."""
         with self._lock:
-            self._aborted = reason
-            owned = self._owned
-        if owned is not None:
-            try:
-                owned.abort(reason)
-            except Exception:  # must not end the thread that detects the parent's end, nor hide the rank's own error
-                traceback.print_exc()
-
-    def _leave(self, job: RankJob) -> Raised | None:
-        with self._lock:
-            owned, self._owned = self._owned, None
+            self._failure, owned = failure, self._owned
         try:
             if owned is not None:
-                owned.close()
-        except BaseException as error:
-            return pack(error, job.rank, time.monotonic())
-        return None
+                owned.abort(failure)
+        except Exception:  # must not end the thread that detects the parent's end, nor hide the rank's own error
+            traceback.print_exc()
 
 
 def _flush() -> None:
@@ -162,28 +157,14 @@ def _flush() -> None:
             stream.flush()
 
 
-def work(control: int, stack: int, dumped: int, store: str, parent: int, *, notice: float = 0.0) -> None:
-    """The main function of a worker process for a single job. `store` is the name of the parent's store, `parent` its process id if
-    the worker is to be killed with it, else 0.
+def work(
+    control: int, stack: int, dumped: int, store: str, parent: int, *, notice: float = 0.0, warm: bool = False
+) -> None:
+    """The main function of a worker process. `store` is the name of the parent's store, `parent` its process id if the worker is to
+    be killed with it, else 0. One that is `warm` is kept for many jobs.
 
     A worker that must exit normally when its parent is gone, instead of at once, has `notice` seconds for it.
     """
-    _prepare(stack, dumped, parent)
-    RankWorker(control, store, notice=notice, warm=False).serve()
-
-
-def work_warm(control: int, stack: int, dumped: int, store: str, parent: int, *, notice: float = 0.0) -> None:
-    """The main function of a worker that is kept for many jobs: see `work`."""
-    _prepare(stack, dumped, parent)
-    leftovers.prime()
-    gc.collect()
-    gc.enable()  # QUICK_START had it off
-    gc.freeze()  # existing objects stay: a collection before each check for leftovers then costs almost nothing
-    RankWorker(control, store, notice=notice, warm=True).serve()
-
-
-def _prepare(stack: int, dumped: int, parent: int) -> None:
-    """Signals, and torch's threads. Exits if the parent is gone already."""
     if parent:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -200,3 +181,12 @@ def _prepare(stack: int, dumped: int, parent: int) -> None:
     signal.set_wakeup_fd(dumped, warn_on_full_buffer=False)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True, chain=True)
     torch.set_num_threads(1)
+    if warm:
+        leftovers.prime()
+        gc.collect()
+        gc.enable()  # QUICK_START had it off
+        gc.freeze()  # existing objects stay: a collection before each check for leftovers then costs almost nothing
+    RankWorker(control, store, notice=notice, warm=warm).serve()
+
+
+work_warm = functools.partial(work, warm=True)
