@@ -190,7 +190,7 @@ def test_hierarchical() -> None:
 THROUGH_TWO_LEVELS = (
     "all_reduce_ops", "reduce_scatter_tensor", "broadcast", "all_gather_into_tensor", "all_to_all_single", "gather", "scatter",
     "send_recv", "recv_any", "split", "split_nested", "future", "events", "usage_errors", "deadline", "missing_rank", "abort",
-    "recover_again", "peer_leaves", "mismatch", "close",
+    "recover_again", "close", "peer_leaves", "mismatch",
 )  # fmt: skip
 """What two levels do differently and the adapters pass on: each kind of operation, sub-groups, errors and endings. The group alone,
 and the adapters over shared memory and MPI, run all checks. Not `recv_any_alone`: gloo cannot be made to give up a receive from any

@@ -1,8 +1,8 @@
 """`check_hook`: the laws that every communication hook must satisfy, tested on simulated ranks.
 
-A law is a function below that raises HookError with the numbers that violate it. A hook's traits decide which apply: `local` hooks
-need not agree, those that remember, weigh or distort are not combined with error feedback, and `wire_bytes` and `collectives` are
-checked where they are known.
+A law is a function below that yields a sentence, with numbers, for each violation; the first is raised. A hook's traits decide
+which apply: `local` hooks need not agree, those that remember, weigh or distort are not combined with error feedback, and
+`wire_bytes` and `collectives` are checked where they are known.
 """
 
 from __future__ import annotations
@@ -58,17 +58,8 @@ class HookTrial:
             states = done.states
             yield done
 
-    def broken(self, law: str, what: str) -> HookError:
-        """The error to raise."""
-        shapes = ", ".join(str(list(shape)) for shape in self.spec.shapes)
-        return HookError(
-            f"check_hook({self.hook!r}) on {self.ranks} ranks, a bucket of {self.spec.dtype} parameters {shapes}: "
-            f"the law {law!r} does not hold: {what}.",
-            hook=repr(self.hook),
-        )
 
-
-Law = Callable[[HookTrial], None]
+Law = Callable[[HookTrial], Iterator[str]]
 
 _SHORT, _TIMES = 24, 5
 """Minimum steps after which `pays_back` checks the average over time, and the factor by which it then waits longer."""
@@ -79,102 +70,82 @@ _CLEAN = 8
 """Steps after which `recovers` expects finite values: some hooks keep gradients for a few steps before they send them."""
 
 
-def agree(trial: HookTrial) -> None:
+def agree(trial: HookTrial) -> Iterator[str]:
     """All ranks hold the same bits."""
-    if trial.hook.local:
-        return
-    for step, done in enumerate(trial.train(trial.steps)):
+    for step, done in enumerate(trial.train(0 if trial.hook.local else trial.steps)):
         first = done.reduced[0].value
         for rank, (value, _) in enumerate(done.reduced):
             if not _same(value, first):
-                raise trial.broken("agree", f"in step {step} rank {rank} has {_differ(value, first)} as rank 0")
+                yield f"in step {step} rank {rank} has {_differ(value, first)} as rank 0"
 
 
-def kept(trial: HookTrial) -> None:
+def kept(trial: HookTrial) -> Iterator[str]:
     """Value and sent have the gradient's length, dtype and device."""
-    done = trial.run(trial.gradients())
+    spec, done = trial.spec, trial.run(trial.gradients())
     for rank, reduced in enumerate(done.reduced):
         for name, tensor in zip(Reduced._fields, reduced, strict=True):
-            if (tensor.numel(), tensor.dtype, tensor.device.type) != (
-                trial.spec.numel,
-                trial.spec.dtype,
-                trial.spec.device.type,
-            ):
-                raise trial.broken(
-                    "kept", f"`{name}` of rank {rank} is {tensor.dtype}{list(tensor.shape)} on {tensor.device}"
-                )
+            facts = (tensor.numel(), tensor.dtype, tensor.device.type)
+            if facts != (spec.numel, spec.dtype, spec.device.type):
+                yield f"`{name}` of rank {rank} is {tensor.dtype}{list(tensor.shape)} on {tensor.device}"
 
 
-def unwritten(trial: HookTrial) -> None:
+def unwritten(trial: HookTrial) -> Iterator[str]:
     """A gradient that was not donated is not written, and a donated one yields the same value."""
     brought = trial.gradients()
     before = [g.clone() for g in brought]
     plain = trial.run(brought)
-    for rank, (g, b) in enumerate(zip(brought, before, strict=True)):
-        if not _same(g, b):
-            raise trial.broken("unwritten", f"the gradient of rank {rank} was written, though it was not donated")
+    if not all(map(_same, brought, before)):
+        yield "a gradient was written, though it was not donated"
     donated = trial.run(brought, donated=True)
     for rank, (one, other) in enumerate(zip(plain.reduced, donated.reduced, strict=True)):
         if not _same(one.value, other.value):
-            raise trial.broken("unwritten", f"a donated gradient gives rank {rank} a different value")
+            yield f"a donated gradient gives rank {rank} a different value"
 
 
-def repeatable(trial: HookTrial) -> None:
+def repeatable(trial: HookTrial) -> Iterator[str]:
     """The same gradients in the same step give the same bits: all randomness is seeded."""
     one, two = (trial.run(trial.gradients(), step=3) for _ in range(2))
     for rank, (a, b) in enumerate(zip(one.reduced, two.reduced, strict=True)):
         if not _same(a.value, b.value):
-            raise trial.broken("repeatable", f"rank {rank} has {_differ(a.value, b.value)} in a second run")
+            yield f"rank {rank} has {_differ(a.value, b.value)} in a second run"
 
 
-def mean_of_sent(trial: HookTrial) -> None:
+def mean_of_sent(trial: HookTrial) -> Iterator[str]:
     """`value` is the mean of all ranks' `sent`, even if fewer ranks count than take part."""
     if trial.hook.local:
         return
-    for divisor in (None, *([trial.ranks - 1] if trial.ranks > 1 else [])):
-        brought = trial.gradients()
+    for absent in (0, 1) if trial.ranks > 1 else (0,):
+        brought, divisor = trial.gradients(), trial.ranks - absent
         # Only hooks that weigh use them.
         weights = [1.0 + rank for rank in range(trial.ranks)]
-        if divisor is not None:  # the last rank has run out of inputs
+        if absent:  # the last rank has run out of inputs
             brought[-1].zero_()
             weights[-1] = 0.0
         states: Any = None
-        for step in range(2):
-            done = trial.run(brought, states, step=step, divisor=divisor, weights=weights)
+        for step in range(2 if trial.spec.numel else 0):
+            done = trial.run(brought, states, step=step, divisor=divisor if absent else None, weights=weights)
             states = done.states
             sent = torch.stack([_wide(s) for _, s in done.reduced])
-            expected = sent.sum(0) / (divisor or trial.ranks)
-            scale = float(sent.abs().max()) * trial.ranks / (divisor or trial.ranks) if sent.numel() else 0.0
-            off = float((_wide(done.reduced[0].value) - expected).abs().max()) if sent.numel() else 0.0
-            bound = trial.hook.error(trial.spec) * scale
-            if not off <= bound:
-                share = trial.ranks / (divisor or trial.ranks)
-                if share != 1 and float((_wide(done.reduced[0].value) * share - expected).abs().max()) <= bound:
-                    raise trial.broken(
-                        "mean_of_sent",
-                        f"with {trial.ranks - 1} of {trial.ranks} ranks that have inputs, `value` is divided by {trial.ranks}. "
-                        "Multiply it by `turn.share`",
-                    )
-                raise trial.broken(
-                    "mean_of_sent",
-                    f"in step {step}, divided by {divisor or trial.ranks}, `value` is {off:.3g} off the mean of `sent`, whose "
-                    f"largest element is {scale:.3g}; {type(trial.hook).__name__}.error(spec) states "
-                    f"{trial.hook.error(trial.spec):.3g} of it. A hook that "
-                    "rounds `value` beyond its `sent` states by how much in its error method",
+            scale = float(sent.abs().max()) * trial.ranks / divisor
+            off = float((_wide(done.reduced[0].value) - sent.sum(0) / divisor).abs().max())
+            if not off <= (stated := trial.hook.error(trial.spec)) * scale:
+                yield (
+                    f"in step {step}, with {divisor} of {trial.ranks} ranks that have inputs, `value` is {off:.3g} off the mean of "
+                    f"`sent`, whose largest element is {scale:.3g}; {type(trial.hook).__name__}.error(spec) states {stated:.3g} of "
+                    "it. Multiply a mean over all ranks by `turn.share`. A hook that rounds `value` beyond its `sent` states by "
+                    "how much in its error method"
                 )
 
 
-def pays_back(trial: HookTrial) -> None:
+def pays_back(trial: HookTrial) -> Iterator[str]:
     """With error feedback the average over time converges to the true mean: the residual stays bounded."""
-    hook = trial.hook
-    if hook.traits & (Trait.LOCAL | Trait.DISTORTS | Trait.VOTES | Trait.WEIGHS):  # error feedback is not for these
-        return
-    if hook.remembers and not repr(hook).startswith("error_feedback()"):
+    hook, brought = trial.hook, trial.gradients()
+    feedback_is_not_for = Trait.LOCAL | Trait.DISTORTS | Trait.VOTES | Trait.WEIGHS
+    if hook.traits & feedback_is_not_for or not trial.spec.numel:
         return
     if not hook.remembers:
         hook = chain(error_feedback(), hook)
-    brought = trial.gradients()
-    if trial.spec.numel == 0:
+    elif not repr(hook).startswith("error_feedback()"):
         return
     truth = torch.stack([_wide(g) for g in brought]).mean(0)
     states: Any = None
@@ -195,59 +166,50 @@ def pays_back(trial: HookTrial) -> None:
     early, late = max(off[short - 20 : short]), max(off[-20:])
     rounding = 64 * torch.finfo(trial.spec.dtype).eps + hook.error(trial.spec) * trial.ranks
     if not late <= max(0.5 * early, rounding):
-        raise trial.broken(
-            "pays_back",
-            f"the average over about {short} steps is up to {early:.3g} off the true mean, over about {len(off)} still {late:.3g}",
+        yield (
+            f"the average over about {short} steps is up to {early:.3g} off the true mean, over about {len(off)} still {late:.3g}"
         )
 
 
-def counted(trial: HookTrial) -> None:
+def counted(trial: HookTrial) -> Iterator[str]:
     """The bytes on the wire and the number of collectives are those that the hook declares."""
     for step, done in enumerate(trial.train(trial.steps)):
         told = trial.hook.wire_bytes(trial.spec, trial.ranks, step)
         if told is not None and not math.isclose(told, done.wire_bytes, rel_tol=1e-9, abs_tol=1e-6):
-            raise trial.broken(
-                "counted", f"in step {step} {done.wire_bytes} bytes were sent; wire_bytes returned {told}"
-            )
+            yield f"in step {step} {done.wire_bytes} bytes were sent; wire_bytes returned {told}"
         if trial.hook.collectives not in (None, len(done.exchanges)):
-            raise trial.broken(
-                "counted", f"{len(done.exchanges)} collectives; `collectives` is {trial.hook.collectives}"
-            )
+            yield f"{len(done.exchanges)} collectives; `collectives` is {trial.hook.collectives}"
 
 
-def saved(trial: HookTrial) -> None:
+def saved(trial: HookTrial) -> Iterator[str]:
     """State survives torch.save and a different bucket layout unchanged."""
     (_, trained), (_, again) = trial.train(2), trial.train(2)
     states: Sequence[Any] = trained.states
     for rank, state in enumerate(states):
         taken = trial.hook.save(state, trial.spec)
-        if not set(taken) <= set(trial.spec.names):
-            raise trial.broken(
-                "saved", f"save() names {sorted(set(taken) - set(trial.spec.names))}, which are not parameters"
-            )
-        back = _through_file(taken)
-        halves = _cut(trial.spec)
-        apart: dict[str, Any] = {}
-        for half in halves:
+        if other := sorted(set(taken) - set(trial.spec.names)):
+            yield f"save() names {other}, which are not parameters"
+        back, apart = _through_file(taken), dict[str, Any]()
+        for half in _cut(trial.spec):
             apart |= trial.hook.save(trial.hook.load(back, half), half)
         if not _equal(taken, trial.hook.save(trial.hook.load(apart, trial.spec), trial.spec)):
-            raise trial.broken("saved", f"rank {rank}'s state has changed after a round trip through other buckets")
+            yield f"rank {rank}'s state has changed after a round trip through other buckets"
         states = [*states[:rank], trial.hook.load(back, trial.spec), *states[rank + 1 :]]
     brought = trial.gradients(2)
     went_on = trial.run(brought, again.states, step=2).reduced[0].value
     if not _same(trial.run(brought, states, step=2).reduced[0].value, went_on):
-        raise trial.broken("saved", "a step from loaded state gives a different value than from the state itself")
+        yield "a step from loaded state gives a different value than from the state itself"
 
 
-def from_nothing(trial: HookTrial) -> None:
+def from_nothing(trial: HookTrial) -> Iterator[str]:
     """Zero gradients stay zero, and finite."""
     zeros = [torch.zeros_like(g) for g in trial.gradients()]
     value = trial.run(zeros).reduced[0].value
     if not bool(torch.isfinite(value).all()):
-        raise trial.broken("from_nothing", "zero gradients gave a non-finite value")
+        yield "zero gradients gave a non-finite value"
 
 
-def recovers(trial: HookTrial) -> None:
+def recovers(trial: HookTrial) -> Iterator[str]:
     """A step with a NaN and an infinite element on one rank does not spoil later steps: eight steps later all values are finite."""
     if not trial.spec.numel:
         return
@@ -259,12 +221,10 @@ def recovers(trial: HookTrial) -> None:
         states = done.states
     for rank, (value, _) in enumerate(done.reduced):
         if not bool(torch.isfinite(value).all()):
-            raise trial.broken(
-                "recovers", f"rank {rank} has a non-finite value {_CLEAN} steps after the last non-finite gradient"
-            )
+            yield f"rank {rank} has a non-finite value {_CLEAN} steps after the last non-finite gradient"
 
 
-def passes_nonfinite(trial: HookTrial) -> None:
+def passes_nonfinite(trial: HookTrial) -> Iterator[str]:
     """A hook that declares it passes a NaN or infinity of any rank on to all ranks."""
     if not trial.hook.passes_nonfinite or not trial.spec.numel:
         return
@@ -274,9 +234,7 @@ def passes_nonfinite(trial: HookTrial) -> None:
             brought[culprit][trial.spec.numel // 2] = bad
             for rank, (value, _) in enumerate(trial.run(brought).reduced):
                 if bool(torch.isfinite(value).all()):
-                    raise trial.broken(
-                        "passes_nonfinite", f"rank {rank} has finite values only, with {bad} on rank {culprit}"
-                    )
+                    yield f"rank {rank} has finite values only, with {bad} on rank {culprit}"
 
 
 LAWS: tuple[Law, ...] = (
@@ -320,30 +278,29 @@ def check_hook(
     for ranks in world_sizes if layout is None else (layout.size,):
         trial = HookTrial(hook, spec, ranks, seed, steps, layout)
         for law in laws:
+            problem: Exception | None = None
             try:
-                law(trial)
-            except HookError:
-                raise
+                what = next(law(trial), "")
             except GradwireError as error:
-                raise trial.broken(law.__name__, f"{type(error).__name__}: {error}") from error
+                if isinstance(error, HookError):
+                    raise
+                what, problem = f"{type(error).__name__}: {error}", error
+            if what:
+                raise HookError(
+                    f"check_hook({hook!r}) on {ranks} ranks, a bucket of {dtype} parameters {', '.join(map(str, shapes))}: the law "
+                    f"{law.__name__!r} does not hold: {what}.",
+                    hook=repr(hook),
+                ) from problem
 
 
 def _cut(spec: BucketSpec) -> list[BucketSpec]:
     """The same parameters in two buckets, in reverse order."""
-    order = list(range(len(spec.names)))[::-1]
-    middle = len(order) // 2
-    return [
-        BucketSpec(
-            i,
-            tuple(spec.names[k] for k in part),
-            tuple(spec.shapes[k] for k in part),
-            tuple(spec.strides[k] for k in part),
-            spec.dtype,
-            spec.device,
-        )
-        for i, part in enumerate((order[:middle], order[middle:]))
-        if part
-    ]
+    fields = list(zip(spec.names, spec.shapes, spec.strides, strict=True))[::-1]
+    halves: list[BucketSpec] = []
+    for part in filter(None, (fields[: len(fields) // 2], fields[len(fields) // 2 :])):
+        names, shapes, strides = zip(*part, strict=True)
+        halves.append(BucketSpec(len(halves), names, shapes, strides, spec.dtype, spec.device))
+    return halves
 
 
 def _through_file(state: dict[str, Any]) -> dict[str, Any]:

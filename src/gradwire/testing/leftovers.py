@@ -18,25 +18,23 @@ import gc
 import operator
 import os
 import socket
-import stat
 import sys
 import threading
 import time
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from gradwire.groups.store.rendezvous import host_store
+from gradwire.runtime.host import process_start
 
 _SHM = "/dev/shm"
 _POLL = 0.01
 """Seconds between polls: a closing descriptor cannot be waited on; a thread can, and is."""
-
-_NAMELESS = 1.0
-"""Seconds that a process may lack a command line: Linux sets it at the end of exec, when its parent already continues."""
 
 
 class Keeper(Protocol):
@@ -125,23 +123,6 @@ def prime() -> None:
     host_store(timeout=10.0)
 
 
-def tcp_ports(fd: int) -> tuple[int, ...]:
-    """The local and, if connected, the remote port of a TCP socket; empty for any other descriptor."""
-    try:
-        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-            return ()
-        with socket.socket(fileno=os.dup(fd)) as twin:
-            if twin.family not in (socket.AF_INET, socket.AF_INET6) or twin.type != socket.SOCK_STREAM:
-                return ()
-            local = twin.getsockname()[1]
-            try:
-                return local, twin.getpeername()[1]
-            except OSError:  # listening, or the peer is gone
-                return (local,)
-    except OSError:  # closed meanwhile
-        return ()
-
-
 # -- /proc ---------------------------------------------------------------------------------------------------------------
 
 
@@ -149,51 +130,34 @@ def open_descriptors() -> dict[int, str]:
     """Every open descriptor of this process and what it leads to."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with suppress(OSError):  # the listing's own descriptor, or one that closed meanwhile
             # A file that is removed in the meantime is still the same descriptor.
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}").removesuffix(" (deleted)")
-        except OSError:  # the listing's own descriptor, or one that closed meanwhile
-            continue
     return found
 
 
 def _children() -> Iterator[int]:
     # Linux lists children per thread that started them; when a thread ends, its children pass to another thread.
     for task in os.listdir("/proc/self/task"):
-        try:
-            with open(f"/proc/self/task/{task}/children") as file:
-                yield from map(int, file.read().split())
-        except OSError:  # the thread ended meanwhile
-            continue
+        with suppress(OSError), open(f"/proc/self/task/{task}/children") as file:  # unless the thread ended meanwhile
+            yield from map(int, file.read().split())
 
 
 def _shm() -> Iterator[str]:
-    user = os.getuid()
-    try:
-        with os.scandir(_SHM) as entries:
-            for entry in entries:
-                try:
-                    if entry.stat(follow_symlinks=False).st_uid == user:
-                        yield entry.name
-                except OSError:  # removed meanwhile
-                    continue
-    except OSError:  # no /dev/shm here
-        return
+    for name in os.listdir(_SHM) if os.path.isdir(_SHM) else ():
+        with suppress(OSError):  # removed meanwhile
+            if os.lstat(f"{_SHM}/{name}").st_uid == os.getuid():
+                yield name
 
 
 def _held_elsewhere(name: str) -> bool:
     """Whether a process outside our process group has the name mapped. Checked only when there is something to report."""
-    group, path = os.getpgrp(), f"{_SHM}/{name}"
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            if os.getpgid(int(entry)) != group:
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # gone, or another user's
+            if os.getpgid(int(entry)) != os.getpgrp():
                 with open(f"/proc/{entry}/maps") as file:
-                    if any(line.rstrip().endswith(path) for line in file):
+                    if any(line.rstrip().endswith(f"{_SHM}/{name}") for line in file):
                         return True
-        except OSError:  # gone, or another user's
-            continue
     return False
 
 
@@ -205,28 +169,25 @@ def _resource_tracker() -> tuple[int | None, int | None]:
 
 
 def _command(pid: int) -> str:
-    deadline = time.monotonic() + _NAMELESS
-    try:
-        while True:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                words = file.read().decode(errors="replace").split("\0")
-            if command := " ".join(words).strip()[:200]:
-                return command
-            with open(f"/proc/{pid}/stat") as file:
-                state = file.read().rpartition(")")[2].split()[0]
-            if state in "ZX":
-                return "ended, but has not been waited for"
-            if time.monotonic() > deadline:
-                return "without a command line"
-            time.sleep(_POLL)
-    except OSError:
-        return "ended meanwhile"
+    # Linux sets the command line at the end of exec, when the parent already continues.
+    for _ in range(100):
+        with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+            if command := file.read().decode(errors="replace").replace("\0", " ").strip():
+                return command[:200]
+        if process_start(pid) is None:
+            return "ended, but has not been waited for"
+        time.sleep(_POLL)
+    return "without a command line"
 
 
 def _describe(fd: int, target: str) -> str:
     if not target.startswith("socket:"):
         return f"file descriptor {fd}: {target}"
-    ports = tcp_ports(fd)
+    ports = []
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as twin:  # closed meanwhile; or no peer
+        if twin.family in (socket.AF_INET, socket.AF_INET6) and twin.type == socket.SOCK_STREAM:
+            ports.append(twin.getsockname()[1])
+            ports.append(twin.getpeername()[1])
     where = f"TCP port {' to port '.join(map(str, ports))}" if ports else target
     return f"socket, descriptor {fd}: {where}"
 
@@ -235,9 +196,8 @@ def _without_drivers(new: Mapping[int, str], *, had_cuda: bool) -> Mapping[int, 
     """New descriptors, without those that CUDA's driver keeps open."""
     if not any(map(_is_drivers, new.values())):
         return new
-    if not had_cuda:
-        return {}
-    return {fd: target for fd, target in new.items() if not _is_drivers(target) and target != "anon_inode:[eventfd]"}
+    of_driver = ("/dev/nvidia", "anon_inode:[eventfd]")
+    return {fd: target for fd, target in new.items() if not target.startswith(of_driver)} if had_cuda else {}
 
 
 def _is_drivers(target: str) -> bool:
@@ -259,7 +219,9 @@ class TorchModules:
     def replaced(self) -> list[str]:
         """One line for each attribute that is now another object than in the call before."""
         found = []
-        for name, module in _torch_modules():
+        for name, module in sys.modules.copy().items():
+            if not name.startswith("torch") or type(module) is not types.ModuleType:
+                continue
             before, now = self._before.get(name, {}), vars(module)
             if len(before) == len(now) and all(map(operator.is_, before.values(), now.values())):
                 continue
@@ -268,11 +230,6 @@ class TorchModules:
                     found.append(f"{name}.{attribute} is replaced by {new!r}")
             self._before[name] = now.copy()
         return found
-
-
-def _torch_modules() -> list[tuple[str, types.ModuleType]]:
-    modules = sys.modules.copy().items()
-    return [(name, module) for name, module in modules if name.startswith("torch") and type(module) is types.ModuleType]
 
 
 def _is_sent(value: object) -> bool:

@@ -1,11 +1,10 @@
 """Warm worlds of MPI ranks: one `mpirun` per number of ranks, kept between calls. The pool's workers, started by mpirun.
 
 Note [How the parent meets the ranks]
-mpirun closes inherited descriptors, so a rank connects to a Unix socket of the parent and gets its descriptors through it. Those
-for stdout and stderr are among them, so that output does not go through the terminal that mpirun makes. What is received is
-unpickled, which can run any code. So no other user may connect: the socket is in a directory that only this user can enter, and
-the parent asks the kernel for the user of each connection (SO_PEERCRED) before it reads a byte. Names in Linux's abstract
-namespace are not used: they have no permissions.
+mpirun closes inherited descriptors, so a rank connects to a Unix socket of the parent and gets its descriptors through it, also
+those for stdout and stderr, so that output does not go through the terminal that mpirun makes. What is received is unpickled, which
+can run any code. So no other user may connect: the socket is in a directory that only this user can enter, and the parent asks the
+kernel for the user of each connection (SO_PEERCRED) before it reads a byte. Linux's abstract names have no permissions.
 
 Note [One dies, all die]
 mpirun ends every rank when one dies. A rank that the pool has to discard therefore stays alive until the outcome of the others is
@@ -79,7 +78,7 @@ class MPILaunch:
         self.doomed = False
         self.ranks: list[MPIRank] = []
         self._folder = tempfile.mkdtemp(prefix="gradwire-mpi-")
-        self._door = listen(self._folder, backlog=size)
+        self._listener = listen(self._folder, backlog=size)
         self.streams = (1, 2) if spawn.output is None else (spawn.output, spawn.output)
         self._command = command(mpirun, size)
         self._mpirun = subprocess.Popen(
@@ -99,9 +98,9 @@ class MPILaunch:
         came: dict[int, MPIRank] = {}
         try:
             while len(came) < self.size:
-                sources: list[Any] = [self._door, self._alive]
+                sources: list[Any] = [self._listener, self._alive]
                 ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
-                if self._door not in ready:
+                if self._listener not in ready:
                     what = (
                         ending(self._mpirun.poll()) if ready else f"had started {len(came)} after {START_LIMIT:.0f} s"
                     )
@@ -109,11 +108,11 @@ class MPILaunch:
                         f"starting {self.size} ranks: mpirun {what}. Look at its output; try "
                         f"`{' '.join(self._command)} hostname` yourself."
                     )
-                if (accepted := accept(self._door)) is not None:
+                if (accepted := accept(self._listener)) is not None:
                     rank = MPIRank(self, *accepted)
                     came[rank.rank] = rank
         finally:
-            self._door.close()
+            self._listener.close()
             self.ranks = [came[rank] for rank in sorted(came)]
             if len(came) < self.size:
                 self.doomed = True
@@ -140,17 +139,16 @@ class MPILaunch:
         os.close(self._alive)
         shutil.rmtree(self._folder, ignore_errors=True)
         if status != 0:
-            raise GroupError(f"ending {self.size} idle MPI ranks: {_explain(status)}")
+            how = "not all ended" if status is None else f"one {ending(128 - status if status > 128 else status)}"
+            raise GroupError(
+                f"ending {self.size} idle MPI ranks: {how}, after all jobs had been answered. Its output is on stderr; an earlier "
+                "job may have corrupted its memory, or a rank waits in MPI_Finalize."
+            )
 
     def _wait(self) -> int | None:
         with suppress(subprocess.TimeoutExpired):
             self._mpirun.wait(ABORT_GRACE)
         return self._mpirun.poll()
-
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        """What this process holds open for mpirun."""
-        return self._door.fileno(), self._alive
 
 
 class MPIRank(WorkerHandle):
@@ -183,18 +181,6 @@ class MPIRank(WorkerHandle):
                 self._launch.ranks = []
 
 
-def _explain(status: int | None) -> str:
-    """What mpirun's exit status means for the ranks, and what to do."""
-    if status is None:
-        return f"they had not ended {ABORT_GRACE:.0f} s after the request. Look for a rank that waits in MPI_Finalize."
-    by_signal = 128 < status < 128 + signal.NSIG
-    how = f"one was killed by {signal.Signals(status - 128).name}" if by_signal else f"one exited with code {status}"
-    return (
-        f"{how} (mpirun's status {status}), after all jobs had been answered. Its output is on stderr; an earlier job may have "
-        "corrupted its memory."
-    )
-
-
 class MPIPool(RankPool):
     """The ranks of one mpirun, warm ones by default. When one is spoilt, all are."""
 
@@ -221,34 +207,32 @@ class MPIPool(RankPool):
 
     def keeps_descriptor(self, fd: int) -> bool:
         """As for any pool; and what leads to mpirun."""
-        return super().keeps_descriptor(fd) or (self._launch is not None and fd in self._launch.descriptors)
+        launch = self._launch
+        return super().keeps_descriptor(fd) or (launch is not None and fd in (launch._listener.fileno(), launch._alive))
 
 
-class MPIWorlds:
-    """Warm worlds, each started when first needed. They end with `close()` or with the interpreter."""
-
-    def __init__(self) -> None:
-        self._worlds: dict[int, MPIPool] = {}
+class MPIWorlds(dict[int, MPIPool]):
+    """Warm worlds by their size, each started when first needed. They end with `close()` or with the interpreter."""
 
     def run(self, job: Callable[[JobContext], object], n: int, **options: Any) -> list[RankResult]:
         """Run `job(context)` on the world of `n` ranks: see `RankPool.run`."""
-        if n not in self._worlds:
-            self._worlds[n] = MPIPool()
-        return self._worlds[n].run(job, n, **options)
+        if n not in self:
+            self[n] = MPIPool()
+        return self[n].run(job, n, **options)
 
     def close(self) -> None:
         """End all worlds and wait for them. Raises GroupError if a rank did not end well."""
         with ExitStack() as stack:
-            while self._worlds:
-                stack.callback(self._worlds.popitem()[1].close)
+            while self:
+                stack.callback(self.popitem()[1].close)
 
     def keeps_process(self, pid: int) -> bool:
         """Whether `pid` belongs to a world."""
-        return any(world.keeps_process(pid) for world in list(self._worlds.values()))
+        return any(world.keeps_process(pid) for world in list(self.values()))
 
     def keeps_descriptor(self, fd: int) -> bool:
         """Whether `fd` belongs to a world."""
-        return any(world.keeps_descriptor(fd) for world in list(self._worlds.values()))
+        return any(world.keeps_descriptor(fd) for world in list(self.values()))
 
 
 @functools.cache
@@ -303,25 +287,21 @@ def _address(folder: str) -> Iterator[str]:
 # -- on a rank -------------------------------------------------------------------------------------------------------------
 
 
-def work(folder: str, store: str) -> None:
-    """The main function of a rank for a single job, which initializes MPI as it needs."""
-    _join(folder, store, int(os.environ["OMPI_COMM_WORLD_RANK"]), worker.work)
+def work(folder: str, store: str, *, warm: bool = False) -> None:
+    """The main function of a rank: connect, and be a worker. The process ends as programs do, for MPI must be finalized.
 
-
-def work_warm(folder: str, store: str) -> None:
-    """The main function of a rank that is kept for many jobs: what MPI opens for the first message is there before any of them."""
-    world = importlib.import_module("mpi4py.MPI").COMM_WORLD
-    world.Barrier()
-    _join(folder, store, world.rank, worker.work_warm)
-
-
-def _join(folder: str, store: str, rank: int, work: Callable[..., None]) -> None:
-    """Connect, and be a worker. The process ends as programs do, for MPI must be finalized."""
-    control = connect(folder)
-    send(control, rank)
-    _, (stack, dumped, *streams), _, _ = socket.recv_fds(control, 1, 4)
+    A rank for a single job initializes MPI as it needs. One that is `warm` has what MPI opens for the first message before any job.
+    """
+    if warm:
+        importlib.import_module("mpi4py.MPI").COMM_WORLD.Barrier()
+    connection = connect(folder)
+    send(connection, int(os.environ["OMPI_COMM_WORLD_RANK"]))
+    _, (stack, dumped, *streams), _, _ = socket.recv_fds(connection, 1, 4)
     for ours, theirs in enumerate(streams, start=1):
         os.dup2(theirs, ours)
         os.close(theirs)
-    control.settimeout(None)
-    work(control.detach(), stack, dumped, store, 0, notice=ABORT_GRACE)
+    connection.settimeout(None)
+    worker.work(connection.detach(), stack, dumped, store, 0, notice=ABORT_GRACE, warm=warm)
+
+
+work_warm = functools.partial(work, warm=True)

@@ -122,32 +122,36 @@ def _verdict(outcomes: Sequence[RankResult], request: Request) -> list[Any]:
     if not failures:
         return [outcome.value for outcome in outcomes]
     first = root_failure(failures)
-    error = _timed_out(failures, outcomes, request) if first is None else _error(first, request)
-    for outcome in failures:
-        if first is not None and outcome is not first:
-            error.add_note(_mention(outcome, request))
+    error = _timed_out(failures, outcomes, request) if first is None else _error(first, failures, request)
     try:
         raise error
     finally:
         del error, first, failures, outcomes  # a traceback must not keep every rank's objects alive in a cycle
 
 
-def _error(outcome: RankResult, request: Request) -> BaseException:
-    """The error for a failure."""
-    rank = outcome.rank
-    if outcome.error is not None:
-        outcome.error.add_note(f"raised on rank {rank} of {request.n} in {request}")
-        return outcome.error
-    if outcome.fate is Fate.DIED:
-        return PeerLost(
-            f"{request}: rank {rank} died: {outcome.detail}. Look at its output on stderr; if it is expected to die, "
+def _error(first: RankResult, failures: Sequence[RankResult], request: Request) -> BaseException:
+    """The error for the first of several failures, with a note on each of the others."""
+    rank, error = first.rank, first.error
+    if error is not None:
+        error.add_note(f"raised on rank {rank} of {request.n} in {request}")
+    elif first.fate is Fate.DIED:
+        error = PeerLost(
+            f"{request}: rank {rank} died: {first.detail}. Look at its output on stderr; if it is expected to die, "
             f"pass lost=({rank},).",
             rank=rank,
         )
-    return UsageError(
-        f"{request}: rank {rank} was expected to die (lost={sorted(request.lost)}) but returned {outcome.value!r}. "
-        "The fault did not fire: fix the test, or remove the rank from lost."
-    )
+    else:
+        error = UsageError(
+            f"{request}: rank {rank} was expected to die (lost={sorted(request.lost)}) but returned {first.value!r}. "
+            "The fault did not fire: fix the test, or remove the rank from lost."
+        )
+    for other in failures:
+        if other.fate is Fate.STUCK:
+            error.add_note(f"rank {other.rank} did not finish and was stopped; its stack:\n{other.detail}")
+        elif other is not first:
+            why = f"{type(other.error).__name__}: {other.error}" if other.error is not None else other.detail
+            error.add_note(f"rank {other.rank} failed too: {why or 'it was expected to die, but returned'}")
+    return error
 
 
 def _timed_out(stuck: Sequence[RankResult], outcomes: Sequence[RankResult], request: Request) -> CollectiveTimeout:
@@ -161,24 +165,15 @@ def _timed_out(stuck: Sequence[RankResult], outcomes: Sequence[RankResult], requ
     )
 
 
-def _mention(outcome: RankResult, request: Request) -> str:
-    if outcome.fate is Fate.STUCK:
-        return f"rank {outcome.rank} did not finish and was stopped; its stack:\n{outcome.detail}"
-    if outcome.error is not None:
-        return f"rank {outcome.rank} failed too: {type(outcome.error).__name__}: {outcome.error}"
-    return f"rank {outcome.rank} failed too: {outcome.detail or 'it was expected to die, but returned'}"
-
-
 # -- threads -------------------------------------------------------------------------------------------------------------
 
 
 def _run_threads(request: Request) -> list[RankResult]:
-    store, timeout = HashStore(), request.timeout + GROUP_MARGIN
-    build, name = request.kind.build, request.kind.name
+    store, timeout, n = HashStore(), request.timeout + GROUP_MARGIN, request.n
     built: list[Group] = []
     try:
-        for rank in range(request.n):
-            made = build(store, rank, request.n, timeout=timeout, name=name)
+        for rank in range(n):
+            made = request.kind.build(store, rank, n, timeout=timeout, name=request.kind.name)
             built.append(check_built(made, request.kind, who=str(request)))
     except BaseException:
         for group in built:
@@ -196,10 +191,8 @@ def _run_threads(request: Request) -> list[RankResult]:
             answers.put(RankResult(rank, Fate.RAISED, time.monotonic(), error=error))
             groups[rank].abort(f"rank {rank} raised {type(error).__name__}: {error}")
 
-    threads = [
-        threading.Thread(target=rank_thread, args=(rank,), name=f"gradwire-rank-{rank}", daemon=True)
-        for rank in range(request.n)
-    ]
+    names = [f"gradwire-rank-{rank}" for rank in range(n)]
+    threads = [threading.Thread(target=rank_thread, args=(i,), name=name, daemon=True) for i, name in enumerate(names)]
     try:
         for thread in threads:
             thread.start()
@@ -257,14 +250,8 @@ def _close(group: Group, outcome: RankResult) -> RankResult:
 def _run_processes(request: Request) -> list[RankResult]:
     ranks: RankPool | MPIWorlds = default_worlds() if request.kind.ranks is Ranks.MPI else default_pool()
     build = _on_two_hosts if request.kind.name == "hierarchical" else request.kind.build
-    return ranks.run(
-        GroupJob(request.fn, build, request.wrap),
-        request.n,
-        timeout=request.timeout,
-        lost=request.lost,
-        leftovers=request.leftovers,
-        name=request.kind.name,
-    )
+    job, name = GroupJob(request.fn, build, request.wrap), request.kind.name
+    return ranks.run(job, request.n, timeout=request.timeout, lost=request.lost, leftovers=request.leftovers, name=name)
 
 
 def _on_two_hosts(store: Store, rank: int, size: int, *, timeout: float, name: str) -> Group:

@@ -1,9 +1,8 @@
-"""`simulate`: a hook on simulated ranks, in one thread and without a group: the third driver of generator hooks.
-`simulate_outer`: the outer step of a hook that has one.
+"""`simulate`: one step of a hook on simulated ranks, in one thread and without a group; `simulate_outer`: an outer step.
 
-The ranks' generators advance in lockstep. What they yield is compared, as by a group, when all that take part have arrived, and
-executed by the reference. So a run is bitwise reproducible, can be stepped through in a debugger, and shows what would be on the
-wire.
+The generators of all ranks advance in lockstep. Collectives run on the reference once all ranks that take part have yielded theirs,
+and are compared first, as in a group. So a run is bitwise reproducible, can be stepped through in a debugger, and shows what would
+be on the wire.
 """
 
 from __future__ import annotations
@@ -32,11 +31,15 @@ class Exchange:
     """One collective of a simulation."""
 
     op: Signature
-    """As the first of its ranks yielded it."""
+    """As the lowest of its ranks yielded it."""
     nbytes: tuple[int, ...]
     """The bytes that each rank contributed; 0 if it takes no part."""
     sent: tuple[float, ...]
     """The bytes that each rank had to send: see `collectives.traffic`. If hosts were given, those inside a host do not count."""
+
+
+def _busiest(exchanges: Sequence[Sequence[float]]) -> float:
+    return max(map(sum, zip(*exchanges, strict=True)), default=0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,12 +56,12 @@ class Simulation:
     @property
     def nbytes(self) -> int:
         """The bytes that the busiest rank contributed, over all collectives."""
-        return max(map(sum, zip(*(e.nbytes for e in self.exchanges), strict=True)), default=0)
+        return int(_busiest([e.nbytes for e in self.exchanges]))
 
     @property
     def wire_bytes(self) -> float:
         """The bytes that the busiest rank had to send, over all collectives: what `CommHook.wire_bytes` predicts."""
-        return max(map(sum, zip(*(e.sent for e in self.exchanges), strict=True)), default=0.0)
+        return _busiest([e.sent for e in self.exchanges])
 
 
 @torch.no_grad()
@@ -76,9 +79,9 @@ def simulate(
 ) -> Simulation:
     """Reduce one gradient per rank, each flat, with `hook`: one step of one bucket, on as many ranks as there are gradients.
 
-    Without a `spec` the bucket holds one parameter; without `states` they come from `hook.init`. The gradients are copied
-    if they are `donated`. Raises CollectiveMismatch if ranks do not yield the same collectives. `hosts` are the ranks of each
-    host, such as [[0, 1], [2, 3]]; without them all ranks are on one host.
+    Without a `spec` the bucket holds one parameter; without `states`, `hook.init` makes them. Gradients that are `donated` are
+    copied first. `hosts` are the ranks of each host, such as [[0, 1], [2, 3]]; by default all ranks are on one host. Raises
+    CollectiveMismatch if ranks do not yield the same collectives.
 
     >>> from gradwire.hooks import cast, chain, mean
     >>> done = simulate(chain(cast(torch.bfloat16), mean()), [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])])
@@ -111,7 +114,7 @@ def simulate(
         begin(partial(hook.reduce, g.clone() if donated else g, state, turn), hook, turn, g.numel(), g.dtype)
         for g, state, turn in zip(gradients, states, turns, strict=True)
     ]
-    reduced, exchanges = _in_lockstep(_Scopes(f"simulate({hook!r})", size, layout), reductions)
+    reduced, exchanges = _Lockstep(f"simulate({hook!r})", size, layout).run(reductions)
     return Simulation(reduced, tuple(states), exchanges)
 
 
@@ -129,7 +132,7 @@ class OuterSimulation:
     @property
     def wire_bytes(self) -> float:
         """The bytes that the busiest rank had to send: what `OuterHook.outer_wire_bytes` predicts."""
-        return max(map(sum, zip(*(e.sent for e in self.exchanges), strict=True)), default=0.0)
+        return _busiest([e.sent for e in self.exchanges])
 
 
 @torch.no_grad()
@@ -144,7 +147,7 @@ def simulate_outer(
 ) -> OuterSimulation:
     """One outer step of one bucket of parameters, each rank's flat, on as many ranks as there are.
 
-    Without `states` the ranks have gone to `parameters` from `start` (from zeros, without). `step` counts outer steps.
+    Without `states` this is the first outer step, and all ranks began at `start`, or at zeros. `step` counts outer steps.
 
     >>> from gradwire.hooks import local_sgd
     >>> simulate_outer(local_sgd(every=4), [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])]).parameters
@@ -159,32 +162,12 @@ def simulate_outer(
             hook.begin(torch.zeros_like(parameters[0]) if start is None else start.clone(), state, turn)
     each = list(zip(parameters, states, turns, strict=True))
     outer = [begin(partial(hook.after_step, p.clone(), state, turn), hook, turn, p.numel()) for p, state, turn in each]
-    reduced, exchanges = _in_lockstep(_Scopes(f"simulate_outer({hook!r})", size, None), outer)
-    moved = tuple(
-        hook.settle(p, came.value, state, turn).to(p.dtype, copy=True)
-        for (p, state, turn), came in zip(each, reduced, strict=True)
+    reduced, exchanges = _Lockstep(f"simulate_outer({hook!r})", size, None).run(outer)
+    settled = tuple(
+        hook.settle(p, result.value, state, turn).to(p.dtype, copy=True)
+        for (p, state, turn), result in zip(each, reduced, strict=True)
     )
-    return OuterSimulation(moved, tuple(states), exchanges)
-
-
-def _in_lockstep(scopes: _Scopes, reductions: Sequence[Reduction]) -> tuple[tuple[Reduced, ...], tuple[Exchange, ...]]:
-    """Advance all ranks together until they end."""
-    size = len(reductions)
-    exchanges: list[Exchange] = []
-    moves: list[Collective | Reduced | None] = [None] * size
-    try:
-        while True:
-            moves = [_advance(reductions[rank], rank) if move is None else move for rank, move in enumerate(moves)]
-            if all(isinstance(move, Reduced) for move in moves):
-                return tuple(m for m in moves if isinstance(m, Reduced)), tuple(exchanges)
-            for members in scopes.ready(moves):
-                ops = [move for move in (moves[rank] for rank in members) if isinstance(move, Collective)]
-                exchanges.append(scopes.exchange(members, ops))
-                for rank in members:
-                    moves[rank] = None
-    finally:
-        for reduction in reductions:
-            reduction.close()
+    return OuterSimulation(settled, tuple(states), exchanges)
 
 
 def one_parameter(gradient: Tensor) -> BucketSpec:
@@ -202,15 +185,35 @@ def _advance(reduction: Reduction, rank: int) -> Collective | Reduced:
         raise
 
 
-class _Scopes:
-    """Which ranks meet in a collective, and what happens when they do."""
+@dataclass(frozen=True, slots=True)
+class _Lockstep:
+    """Advances the ranks' generators, and runs a collective when all ranks that take part have yielded it."""
 
-    def __init__(self, where: str, size: int, layout: Layout | None) -> None:
-        self.where = where
-        self.size = size
-        self.layout = layout
+    where: str
+    size: int
+    layout: Layout | None
 
-    def members(self, rank: int, op: Collective) -> tuple[int, ...]:
+    def run(self, reductions: Sequence[Reduction]) -> tuple[tuple[Reduced, ...], tuple[Exchange, ...]]:
+        """Each rank's result, and the collectives."""
+        exchanges: list[Exchange] = []
+        steps: dict[int, Collective | Reduced] = {}
+        try:
+            while True:
+                for rank in range(self.size):
+                    if rank not in steps:
+                        steps[rank] = _advance(reductions[rank], rank)
+                pending = {rank: op for rank, op in sorted(steps.items()) if isinstance(op, Collective)}
+                if not pending:
+                    return tuple(s for _, s in sorted(steps.items()) if isinstance(s, Reduced)), tuple(exchanges)
+                for members in self._complete(pending):
+                    exchanges.append(self._exchange(members, [pending[rank] for rank in members]))
+                    for rank in members:
+                        del steps[rank]
+        finally:
+            for reduction in reductions:
+                reduction.close()
+
+    def _members(self, rank: int, op: Collective) -> tuple[int, ...]:
         """The ranks that take part in what `rank` has yielded."""
         layout = self.layout
         if op.kind.is_p2p:
@@ -231,29 +234,27 @@ class _Scopes:
             )
         return tuple(ranks[index] for ranks in layout.hosts)
 
-    def ready(self, moves: Sequence[Collective | Reduced | None]) -> list[tuple[int, ...]]:
-        """The sets of ranks that have all arrived. Raises if there is none: no rank could continue."""
-        going_on = {rank: move for rank, move in enumerate(moves) if isinstance(move, Collective)}
-        wanted = {rank: self.members(rank, op) for rank, op in going_on.items()}
-        found = dict.fromkeys(m for m in wanted.values() if all(wanted.get(rank) == m for rank in m))
+    def _complete(self, pending: dict[int, Collective]) -> list[tuple[int, ...]]:
+        """The sets of ranks that have all yielded. Raises if there is none: no rank could continue."""
+        members = {rank: self._members(rank, op) for rank, op in pending.items()}
+        found = dict.fromkeys(m for m in members.values() if all(members.get(rank) == m for rank in m))
         if found:
             return list(found)
-        signatures = {rank: op.signature for rank, op in going_on.items()}
-        yielding = ", ".join(f"rank {r} yields {s}" for r, s in signatures.items())
-        ended = [rank for rank, move in enumerate(moves) if isinstance(move, Reduced)]
+        ops = {rank: op.signature for rank, op in pending.items()}
+        yielding = ", ".join(f"rank {rank} yields {op}" for rank, op in ops.items())
+        ended = [rank for rank in range(self.size) if rank not in pending]
         problem = f"ranks {ended} have returned, but {yielding}" if ended else f"ranks wait for each other: {yielding}"
         raise CollectiveMismatch(
-            f"{self.where}: {problem}. All ranks must yield the same collectives in the same order.", ops=signatures
+            f"{self.where}: {problem}. All ranks must yield the same collectives in the same order.", ops=ops
         )
 
-    def exchange(self, members: Sequence[int], ops: Sequence[Collective]) -> Exchange:
-        """Execute what all members have yielded, if it is the same. Labels may differ, as in a group."""
+    def _exchange(self, members: Sequence[int], ops: Sequence[Collective]) -> Exchange:
+        """Run what all members have yielded, if it is the same. Labels may differ, as in a group."""
         for place, op in enumerate(ops):
             op.check(place, len(ops))
         signatures = [op.signature for op in ops]
-        error = mismatch(
-            self.where, signatures, compared=[replace(s, label="") for s in signatures], ranks=list(members)
-        )
+        compared = [replace(signature, label="") for signature in signatures]
+        error = mismatch(self.where, signatures, compared=compared, ranks=list(members))
         if error is not None:
             raise error
         perform(ops)

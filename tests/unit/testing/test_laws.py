@@ -246,6 +246,6 @@ def test_randomness_without_a_seed_is_reported_as_such() -> None:
 
 def test_a_forgotten_share_is_reported_as_such() -> None:
     with pytest.raises(
-        HookError, match=r"with 1 of 2 ranks that have inputs, `value` is divided by 2. Multiply it by `turn.share`"
+        HookError, match=r"with 1 of 2 ranks that have inputs, .* Multiply a mean over all ranks by `turn.share`"
     ):
         check_hook(ForgetsDivisor())

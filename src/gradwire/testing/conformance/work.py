@@ -85,8 +85,8 @@ def check_wait_timeout(group: Group) -> Problems:
             if error is not None:
                 yield from same("op of the CollectiveTimeout", error.op, work.op.signature)
                 yield from holds("patience" in str(error), f"the CollectiveTimeout does not name the label: {error}")
-        yield from same("is_completed() after a wait that timed out", work.is_completed(), False)
-        yield from same("exception() after a wait that timed out", work.exception(), None)
+        state = (work.is_completed(), work.exception())
+        yield from same("is_completed() and exception() after a wait that timed out", state, (False, None))
 
     t = draw((6,), torch.int64, 63, group.rank)
     yield from _held_up(group, build.all_reduce(t, label="patience"), look)
@@ -99,54 +99,42 @@ def check_work_tells(group: Group) -> Problems:
     op = build.all_reduce(t, label="tell")
     seen: list[Work] = []
 
+    def state(work: Work) -> tuple[object, ...]:
+        return work.is_completed(), work.is_success(), work.exception()
+
     def look(work: Work) -> Problems:
         seen.append(work)
-        yield from same("is_completed() in flight", work.is_completed(), False)
-        yield from same("is_success() in flight", work.is_success(), False)
-        yield from same("exception() in flight", work.exception(), None)
-        yield from same("duration in flight", work.duration, None)
+        yield from same("state and duration in flight", (*state(work), work.duration), (False, False, None, None))
         yield from holds("tell" in repr(work) and "in flight" in repr(work), f"repr in flight is {work!r}")
 
     yield from _held_up(group, op, look)
     for work in seen:
-        yield from same("is_completed()", work.is_completed(), True)
-        yield from same("is_success()", work.is_success(), True)
-        yield from same("exception()", work.exception(), None)
+        yield from same("state of a finished operation", state(work), (True, True, None))
         yield from holds(len(work.result()) == 1 and work.result()[0] is t, "result() is not the list of outputs")
-        yield from _tells(group, work.info, work)
         yield from holds("finished" in repr(work), f"repr of a finished operation is {work!r}")
+        info = work.info
+        facts = (info.op, info.kind, info.label, info.rank, info.seq, info.bytes, info.error, info.duration)
+        want = (op.signature, "all_reduce", "tell", group.rank, work.seq, op.nbytes, None, work.duration)
+        yield from same("op, kind, label, rank, seq, bytes, error and duration of the info", facts, want)
+        yield from holds(info.finished >= info.started, f"it finished before it started: {info}")
     first, second = group.barrier(), group.barrier()
     yield from holds(first.seq < second.seq, f"operation #{second.seq} followed operation #{first.seq}")
-
-
-def _tells(group: Group, info: WorkInfo, work: Work) -> Problems:
-    yield from same("info.op", info.op, work.op.signature)
-    yield from same("info.kind and label", (info.kind, info.label), ("all_reduce", "tell"))
-    yield from same("info.rank", info.rank, group.rank)
-    yield from same("info.seq", info.seq, work.seq)
-    yield from same("info.bytes", info.bytes, work.op.nbytes)
-    yield from same("info.error", info.error, None)
-    yield from same("info.duration", info.duration, work.duration)
-    yield from holds(info.finished >= info.started, f"it finished before it started: {info}")
 
 
 def check_future(group: Group) -> Problems:
     """A future of the outputs, taken early or late, with `then` chained to it."""
     t = draw((6,), torch.int64, 65, group.rank)
     want = _sum(group, 65)
-    taken: list[torch.futures.Future[list[Tensor]]] = []
-    chained: list[torch.futures.Future[Tensor]] = []
+    taken: list[tuple[torch.futures.Future[list[Tensor]], torch.futures.Future[Tensor]]] = []
 
     def look(work: Work) -> Problems:
         future = work.get_future()
         yield from same("done() of the future of an operation in flight", future.done(), False)
-        taken.append(future)
-        chained.append(future.then(lambda done: done.value()[0] + 1))
+        taken.append((future, future.then(lambda done: done.value()[0] + 1)))
 
     yield from _held_up(group, build.all_reduce(t), look)
-    for future in taken:
+    for future, after in taken:
         yield from unlike("the future's value", future.wait()[0], want)
-    for after in chained:
         yield from unlike("what then() made of the future's value", after.wait(), want + 1)
     out = blank((6,), torch.int64)
     late = group.reduce_scatter(out, [draw((6,), torch.int64, 66, group.rank)] * group.size)
@@ -175,20 +163,17 @@ def check_future_waits(group: Group) -> Problems:
 
 def check_many_in_flight(group: Group) -> Problems:
     """Many operations of several kinds at once, waited for in a different order on each rank."""
-    tensors = [draw((n,), torch.int64, 67, n, group.rank) for n in range(40)]
     works: list[tuple[str, Tensor, Tensor, Work]] = []
-    for n, t in enumerate(tensors):
+    for n in range(40):
         all_values = [draw((n,), torch.int64, 67, n, rank) for rank in range(group.size)]
+        t, out, root = all_values[group.rank].clone(), blank((n * group.size,), torch.int64), n % group.size
         if n % 3 == 0:
             works.append(("all_reduce", t, torch.as_tensor(sum(all_values)), group.all_reduce(t, async_op=True)))
         elif n % 3 == 1:
-            root = n % group.size
             works.append(("broadcast", t, all_values[root], group.broadcast(t, src=root, async_op=True)))
         else:
-            out = blank((n * group.size,), torch.int64)
-            works.append(
-                ("all_gather", out, torch.cat(all_values), group.all_gather_into_tensor(out, t, async_op=True))
-            )
+            work = group.all_gather_into_tensor(out, t, async_op=True)
+            works.append(("all_gather", out, torch.cat(all_values), work))
     random.Random(group.rank).shuffle(works)
     for name, got, want, work in works:
         work.wait()
