@@ -24,7 +24,6 @@ from gradwire.groups.failure.store_calls import bounded, innermost
 from gradwire.groups.store.private_store import PrivateStore, move, move_if_together
 from gradwire.groups.store.rendezvous import LOOPBACK, Rendezvous, host_store
 from gradwire.launch.world import Address, World
-from gradwire.runtime.private_file import available
 
 _TOKEN = secrets.token_hex(8)
 """Identifies this process, across hosts."""
@@ -63,7 +62,7 @@ def open_store(world: World, *, timeout: float, meeting: int = 0) -> Store:
         ours = PrefixStore(f"gradwire/move/{meeting}", store)
         moved = move_if_together(ours, world.rank, world.size, purpose=purpose, timeout=timeout, who=who)
         return store if moved is ours else moved
-    if world.on_one_host and available():
+    if world.on_one_host:
         ranks = Rendezvous(store, world.rank, world.size, timeout=timeout, who=who)
         return move(store, ranks, key=f"gradwire/private/{meeting}", purpose=purpose)
     return store
@@ -71,7 +70,7 @@ def open_store(world: World, *, timeout: float, meeting: int = 0) -> Store:
 
 def _open_by_mpi(world: World, host: str, timeout: float) -> Store:
     """Rank 0 makes a private store, or chooses a port, and sends it to the others over MPI."""
-    if world.on_one_host and available():
+    if world.on_one_host:
         return _private_by_mpi(world, timeout)
     mine, text = None, ""
     if world.rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 from enum import Enum
 
@@ -44,14 +45,6 @@ def _stat(pid: int) -> list[str]:
 
 def is_dead(pid: int, start: str) -> bool:
     """Whether the process that started at `start` has ended. Only on proof: one that cannot be inspected counts as alive."""
-    if not os.path.isdir("/proc/self"):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass
-        return False
     try:
         facts = _stat(pid)
     except (FileNotFoundError, ProcessLookupError):
@@ -63,12 +56,11 @@ def is_dead(pid: int, start: str) -> bool:
 
 def process_start(pid: int) -> str | None:
     """When the process started, in clock ticks; "" where that is not available, None if it is dead or a zombie."""
-    if is_dead(pid, ""):
-        return None
     try:
-        return _stat(pid)[19]
+        facts = _stat(pid)
+        return None if facts[0] in "ZX" else facts[19]
     except (FileNotFoundError, ProcessLookupError):
-        return None if os.path.isdir("/proc/self") else ""
+        return None
     except (OSError, IndexError):
         return ""
 
@@ -84,14 +76,8 @@ class ProcessState(Enum):
     UNKNOWN = "unknown"
 
 
-_STATES = {
-    "R": ProcessState.RUNNING,
-    "S": ProcessState.SLEEPING,
-    "I": ProcessState.SLEEPING,
-    "D": ProcessState.BLOCKED,
-    "T": ProcessState.STOPPED,
-    "t": ProcessState.STOPPED,
-}
+_STATES = dict.fromkeys("SI", ProcessState.SLEEPING) | dict.fromkeys("Tt", ProcessState.STOPPED)
+_STATES |= {"R": ProcessState.RUNNING, "D": ProcessState.BLOCKED}
 
 
 def process_state(pid: int, start: str = "") -> ProcessState:
@@ -106,34 +92,22 @@ def process_state(pid: int, start: str = "") -> ProcessState:
 
 def handles_signal(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal: one without would be ended by it."""
-    fields = dict(line.split(":", 1) for line in _read(f"/proc/{pid}/status").splitlines() if ":" in line)
-    try:
-        return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)
-    except (KeyError, ValueError):
-        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", _read(f"/proc/{pid}/status"), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def usable_cores(cgroups: str = "/sys/fs/cgroup") -> int:
     """How many cores this process may run on: its affinity, or its container's CPU quota where that is less."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:
-        cores = os.cpu_count() or 1
-    quota = cpu_quota(cgroups)
+    cores, quota = len(os.sched_getaffinity(0)), cpu_quota(cgroups)
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 def cpu_quota(cgroups: str = "/sys/fs/cgroup") -> float | None:
     """Cores' worth of time that the container's cgroup grants, version 2 or 1; None without a limit, or where none is seen."""
-
-    def read(name: str) -> list[str]:
-        try:
-            with open(os.path.join(cgroups, name), encoding="ascii") as file:
-                return file.read().split()
-        except (OSError, UnicodeDecodeError):
-            return []
-
-    limit = read("cpu.max") or read("cpu/cpu.cfs_quota_us") + read("cpu/cpu.cfs_period_us")
+    limit, quota, period = (
+        _read(f"{cgroups}/{name}").split() for name in ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+    )
+    limit = limit or quota + period
     if len(limit) != 2 or not all(word.isdigit() for word in limit) or not int(limit[1]):
         return None  # "max", or -1: no limit
     return int(limit[0]) / int(limit[1])

@@ -41,29 +41,7 @@ def kernels(module: str) -> Any | None:
 
 
 class Loop:
-    """A Python function over numpy arrays and numbers, to be compiled."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._compiled: Callable[..., Any] | None = None
-        self.__doc__ = function.__doc__
-
-    def compiled(self) -> Callable[..., Any] | None:
-        """The compiled function, or None where there is no numba."""
-        if self._compiled is None:
-            njit = _njit()
-            if njit is None:
-                return None
-            options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-            try:
-                self._compiled = njit(self._function, cache=True, **options)
-            except RuntimeError:  # no writable cache folder
-                self._compiled = njit(self._function, **options)
-        return self._compiled
-
-
-def loop(function: Callable[..., Any]) -> Loop:
-    """Decorator: `function` as a `Loop`.
+    """Decorator: a Python function over numpy arrays and numbers, to be compiled.
 
     >>> @loop
     ... def total(x):
@@ -76,4 +54,21 @@ def loop(function: Callable[..., Any]) -> Loop:
     >>> float(fast(np.ones(3)) if fast else np.ones(3).sum())
     3.0
     """
-    return Loop(function)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._compiled: Callable[..., Any] | None = None
+        self.__doc__ = function.__doc__
+
+    def compiled(self) -> Callable[..., Any] | None:
+        """The compiled function, or None where there is no numba."""
+        if self._compiled is None and (njit := _njit()) is not None:
+            options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+            try:
+                self._compiled = njit(self._function, cache=True, **options)
+            except RuntimeError:  # no writable cache folder
+                self._compiled = njit(self._function, **options)
+        return self._compiled
+
+
+loop = Loop

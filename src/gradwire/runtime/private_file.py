@@ -22,15 +22,16 @@ from gradwire.errors import GroupError, PrivateFileGone
 PAGE = 4096
 STORE = "gradwire-store"
 _NAME = re.compile(r"(\d{1,10}):(\d{1,10}):(\d{1,20}):(\d{1,20})", re.ASCII)
-_HINTS = dict.fromkeys(
-    (errno.EMFILE, errno.ENFILE), "Raise the limit on open files (ulimit -n), or close some before ranks meet."
-)
+_HINTS = {
+    **dict.fromkeys(
+        (errno.EMFILE, errno.ENFILE), "Raise the limit on open files (ulimit -n), or close some before ranks meet."
+    ),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM),
+        "The process belongs to another user, or cannot be inspected. The store is not used: start all ranks as one user.",
+    ),
+}
 _REPLACED = "another file has taken its place. It is not used: restart all ranks."
-
-
-def available() -> bool:
-    """Whether this system has such files; Linux does."""
-    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
 
 def create(label: str = STORE) -> int:
@@ -70,11 +71,6 @@ def open_private(name: str, label: str = STORE) -> int:
     what = f"opening the private store of process {pid} (descriptor {number})"
     try:
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
-    except PermissionError as error:
-        raise GroupError(
-            f"{what}: {error.strerror}. The process belongs to another user, or cannot be inspected. The store is not used: start "
-            "all ranks as one user."
-        ) from error
     except OSError as error:
         if error.errno in _HINTS:
             raise GroupError(f"{what}: {error.strerror}. {_HINTS[error.errno]}") from error

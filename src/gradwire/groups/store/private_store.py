@@ -35,7 +35,7 @@ from torch.distributed import DistStoreError
 from gradwire.errors import GroupError, PrivateFileGone
 from gradwire.groups.failure.store_calls import innermost
 from gradwire.groups.store.rendezvous import Rendezvous
-from gradwire.runtime.private_file import PAGE, available, create, name_of, open_private
+from gradwire.runtime.private_file import PAGE, create, name_of, open_private
 
 _RECORD = struct.Struct("<Iq")  # length of the key; of the value, or _DELETED
 _END = struct.Struct("=Q")
@@ -363,7 +363,7 @@ def move(store: Any, rendezvous: Rendezvous, *, key: str, purpose: str) -> Priva
 
 def move_if_together(store: Any, rank: int, size: int, *, purpose: str, timeout: float, who: object) -> Any:
     """A private store if `store` is open to other users and all ranks are on one host, else `store`. Waits for all ranks."""
-    if size == 1 or not isinstance(innermost(store), TCPStore) or not available():
+    if size == 1 or not isinstance(innermost(store), TCPStore):
         return store
     rendezvous = Rendezvous(store, rank, size, timeout=timeout, who=who)
     with rendezvous.meeting("gradwire/together", report=False):

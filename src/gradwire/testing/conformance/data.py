@@ -55,10 +55,8 @@ _POOL = 16_411
 
 
 @functools.cache
-def _pool(dtype: torch.dtype, device: torch.device, repeats: int = 1) -> Tensor:
-    """Random values of one dtype, `repeats` times over. float8 holds -1, 0 and 1 only, whose sums of up to 8 are exact."""
-    if repeats > 1:
-        return _pool(dtype, device).repeat(repeats)
+def _pool(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random values of one dtype. float8 holds -1, 0 and 1 only, whose sums of up to 8 are exact."""
     generator = torch.Generator().manual_seed(20)
 
     def integers(low: int, high: int) -> Tensor:
@@ -85,11 +83,11 @@ def draw(shape: Sequence[int], dtype: torch.dtype, *key: int) -> Tensor:
     place = 7
     for number in key:
         place = (place * 1_000_003 + number + 1) % (2**31 - 1)
-    count = math.prod(shape)
-    pool = _pool(dtype, torch.get_default_device(), 1 if count < _POOL else count // _POOL + 2)
+    pool, count = _pool(dtype, torch.get_default_device()), math.prod(shape)
+    if count >= len(pool):
+        pool = pool.repeat(count // len(pool) + 2)
     first = place % (len(pool) - count)
-    values = pool[first : first + count].clone()
-    return values if len(shape) == 1 else values.view(tuple(shape))
+    return pool[first : first + count].clone().view(tuple(shape))
 
 
 def blank(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -112,7 +112,7 @@ def check_missing_rank(group: Group) -> Problems:
 
 
 def check_abort(group: Group) -> Problems:
-    """`abort` fails operations in flight and later ones, at once; peers get an error, at their deadline at the latest."""
+    """`abort` wakes a rank that waits and fails later operations, at once; peers get an error, at their deadline at the latest."""
     side = side_group(group)
     done = group.barrier()
     work = None
@@ -121,9 +121,11 @@ def check_abort(group: Group) -> Problems:
     meet(side)
     if group.rank == 0 and work is not None:
         began = time.perf_counter()
-        group.abort("the check says so")
+        thread = threading.Thread(target=group.abort, args=("the check says so",), daemon=True)
+        thread.start()
+        error = yield from raises(GroupAborted, "a wait during which another thread aborts", lambda: work.wait(SOON))
+        thread.join(PATIENCE)
         group.abort("once more")
-        error = yield from raises(GroupAborted, "an operation in flight at abort", lambda: work.wait(SOON))
         late = build.barrier(label="too late").within(SHORT)
         later = yield from raises(GroupAborted, "submit after abort", lambda: group.submit(late).wait())
         for told in (problem.reason for problem in (error, later) if problem is not None):
@@ -137,18 +139,6 @@ def check_abort(group: Group) -> Problems:
         yield from raises(GroupError, "an operation in flight when a peer aborted", work.wait)
     part(side)
     group.close()
-
-
-def check_abort_wakes(group: Group) -> Problems:
-    """`abort` from another thread wakes a rank that waits."""
-    side = side_group(group)
-    if group.rank == 0:
-        work = group.submit(build.barrier(label="asleep"))
-        thread = threading.Thread(target=group.abort, args=("from another thread",), daemon=True)
-        thread.start()
-        yield from raises(GroupAborted, "a wait during which another thread aborted", lambda: work.wait(SOON))
-        thread.join(PATIENCE)
-    part(side)
 
 
 def check_recover_again(group: Group) -> Problems:

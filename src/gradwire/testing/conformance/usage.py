@@ -14,7 +14,7 @@ from gradwire.collectives import ReduceOp, Scope, build
 from gradwire.collectives.op_kinds import MOVES, REDUCES
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
-from gradwire.testing.conformance.compare import Problems, only_mistakes, raises, same
+from gradwire.testing.conformance.compare import Problems, only_mistakes, raises, same, side_group
 
 
 def check_usage_errors(group: Group) -> Problems:
@@ -50,11 +50,7 @@ def check_usage_errors(group: Group) -> Problems:
         mistakes["submit with a scope, to a group without hosts"] = lambda: group.submit(inside)
         mistakes["run with a scope, on a group without hosts"] = lambda: group.run(inside)
     yield from only_mistakes(group, mistakes)
-    one = torch.full((1,), float(size))
-    sub = group.split(0)
-    if sub is None:
-        yield "split(0) returned None"
-        return
+    one, sub = torch.full((1,), float(size)), side_group(group)
     sub.all_reduce(one)
     yield from same("all_reduce in a subgroup after another rank's mistakes", one.item(), float(size * size))
     sub.close()
@@ -74,11 +70,10 @@ def check_wrong_timeouts(group: Group) -> Problems:
     if group.rank == group.size - 1:
         for name, call in takers.items():
             for value in [*wrong, 0, -1.0, math.inf, 1e18]:
-                yield from raises(UsageError, f"{name} with a timeout of {value!r}", lambda c=call, v=value: c(v))  # type: ignore[misc]
-        for value in wrong:
-            yield from raises(UsageError, f"wait({value!r})", lambda v=value: work.wait(v))  # type: ignore[misc]
-            yield from raises(UsageError, f"close({value!r})", lambda v=value: group.close(v))  # type: ignore[misc]
-            yield from raises(UsageError, f"flush_completions({value!r})", lambda v=value: group.flush_completions(v))  # type: ignore[misc]
+                yield from raises(UsageError, f"{name} with a timeout of {value!r}", partial(call, value))
+        for call in (work.wait, group.close, group.flush_completions):
+            for value in wrong:
+                yield from raises(UsageError, f"{call.__name__}({value!r})", partial(call, value))
         yield from same("the timeout after only mistakes", group.timeout, before)
         yield from same("whether the group was closed by a mistake", group.closed, False)
     for value in (0, -1.0, math.inf):
