@@ -301,7 +301,7 @@ def work(folder: str, store: str, *, warm: bool = False) -> None:
         os.dup2(theirs, ours)
         os.close(theirs)
     connection.settimeout(None)
-    worker.work(connection.detach(), stack, dumped, store, 0, notice=ABORT_GRACE, warm=warm)
+    worker.work((connection.detach(), stack, dumped), store, 0, notice=ABORT_GRACE, warm=warm)
 
 
 work_warm = functools.partial(work, warm=True)

@@ -150,7 +150,7 @@ def _start(store: str, spawn: Spawn, fds: tuple[int, ...]) -> subprocess.Popen[b
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         return subprocess.Popen(
-            spawn.command([sys.executable, "-P", "-c", f"{spawn.program}; work{(*fds, store, parent)}"]),
+            spawn.command([sys.executable, "-P", "-c", f"{spawn.program}; work{(fds, store, parent)}"]),
             stdin=subprocess.DEVNULL,
             stdout=spawn.output,
             stderr=spawn.output,
@@ -162,7 +162,7 @@ def _start(store: str, spawn: Spawn, fds: tuple[int, ...]) -> subprocess.Popen[b
 
 
 def _fork(server: ForkServer, store: str, spawn: Spawn, fds: tuple[int, ...]) -> ForkedProcess:
-    code = f"import os\n{spawn.program}\nwork(3, 4, 5, {store!r}, os.getppid())"
+    code = f"import os\n{spawn.program}\nwork((3, 4, 5), {store!r}, os.getppid())"
     streams = (1, 2) if spawn.output is None else (spawn.output, spawn.output)
     with open(os.devnull) as nothing:
         return server.start(code, fds=(nothing.fileno(), *streams, *fds), env=spawn.settings)

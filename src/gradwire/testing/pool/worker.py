@@ -157,14 +157,13 @@ def _flush() -> None:
             stream.flush()
 
 
-def work(
-    control: int, stack: int, dumped: int, store: str, parent: int, *, notice: float = 0.0, warm: bool = False
-) -> None:
-    """The main function of a worker process. `store` is the name of the parent's store, `parent` its process id if the worker is to
-    be killed with it, else 0. One that is `warm` is kept for many jobs.
+def work(fds: tuple[int, int, int], store: str, parent: int, *, notice: float = 0.0, warm: bool = False) -> None:
+    """The main function of a worker process. Its descriptors are for messages, for stacks, and for a byte when these are complete.
 
-    A worker that must exit normally when its parent is gone, instead of at once, has `notice` seconds for it.
+    `store` is the name of the parent's store, `parent` its process id if the worker is to be killed with it, else 0. A worker that
+    must exit normally when its parent is gone has `notice` seconds for it. One that is `warm` is kept for many jobs.
     """
+    control, stack, dumped = fds
     if parent:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
