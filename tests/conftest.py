@@ -13,11 +13,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gradwire import observe
 from gradwire.lab import Host
 from gradwire.testing import LeftBehind, Leftovers, RankPool, default_pool, ranks
 from gradwire.testing.leftovers import prime
@@ -38,6 +40,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Where Triton is installed, the first torch.compile of any kind starts a process that compiles for the rest, and stays.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# oneDNN writes every kernel that it makes to /tmp/perf-PID.map, keeps the file open and leaves it there.
+os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
 
 WARM = WarmPython()
 
@@ -155,6 +160,14 @@ def fonts() -> None:
     figure.suptitle("a, … µ", weight="bold")
     figure.subplots().set_title("a", style="italic")
     figure.savefig(io.BytesIO())
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Iterator[Path]:
+    """The directory in which this process is recorded, as rank 0 of 1."""
+    observe.start(tmp_path / "run", rank=0, size=1)
+    yield tmp_path / "run"
+    observe.stop()
 
 
 @pytest.fixture

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import threading
-import warnings
 from pathlib import Path
 
 import pytest
@@ -122,34 +118,6 @@ def test_without_a_recorder_there_is_no_place():
     assert writer.active is None
     with within(Place(4, 1)):
         assert writer.current_place() == (-1, -1, 0)
-
-
-def test_a_killed_process_leaves_all_it_wrote(tmp_path):
-    script = f"""
-import os, signal
-from pathlib import Path
-from gradwire.recorder.format import RecordKind
-from gradwire.recorder.writer import FlightRecorder, Member
-recorder = FlightRecorder(Path({str(tmp_path / "rank-3.ring")!r}), header={HEADER!r})
-for number in range(100):
-    recorder.put(RecordKind.MARK, Member(rank=3), label=f"mark {{number % 7}}", nbytes=number)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == -signal.SIGKILL
-    records = read_ring(tmp_path / "rank-3.ring").records
-    assert [(record.nbytes, record.label) for record in records] == [(n, f"mark {n % 7}") for n in range(100)]
-
-
-def test_a_forked_child_does_not_write_into_its_parents_ring(active):
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # a fork with threads, which other tests may have left to pools
-        pid = os.fork()
-    if pid == 0:
-        os._exit(writer.active is not None)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert writer.active is active
 
 
 def test_different_labels_without_end_do_not_fill_the_disk(recorder, monkeypatch):

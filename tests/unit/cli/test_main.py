@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 
 import pytest
 
 import gradwire
-from gradwire.cli import COMMANDS, demo, main
+from gradwire.cli import demo, main
 from gradwire.errors import GroupError, UsageError
 from gradwire.testing import kinds
-from helpers.made_rings import made_ring, write_ring
 
 
 def test_help_of_every_command_fits_a_terminal_of_80_columns(capsys, monkeypatch):
@@ -31,19 +26,6 @@ def test_help_of_every_command_fits_a_terminal_of_80_columns(capsys, monkeypatch
         listed = re.split(r"^  (?:COMMAND|WHAT)$", out, flags=re.MULTILINE)[1:]
         commands += [[*words, name] for text in listed for name in re.findall(r"^    (\w+)", text, re.MULTILINE)]
     assert ["demo"] in commands
-
-
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_imports_nothing_heavy(command):
-    """`import torch` alone takes seconds."""
-    code = (
-        "import sys\nfrom gradwire.cli import main\ntry:\n    main(sys.argv[1:])\nfinally:\n"
-        "    print(*{'torch', 'numpy', 'matplotlib'} & set(sys.modules), file=sys.stderr)"
-    )
-    words = [*filter(None, [command]), "--help"]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("usage: gradwire")
-    assert done.stderr.split() == []
 
 
 def test_help_of_the_demo_names_every_kind(capsys):
@@ -133,29 +115,6 @@ def test_an_interrupt_is_exit_code_130(capsys, monkeypatch):
     assert "interrupted" in capsys.readouterr().err
 
 
-SWALLOWED = """
-import importlib, os, signal, sys
-from gradwire import cli
-
-original = importlib.import_module
-
-def swallows(name):
-    try:
-        os.kill(os.getpid(), signal.SIGINT)
-    except KeyboardInterrupt:
-        pass
-    return original(name)
-
-importlib.import_module = swallows
-sys.exit(cli.main(["report", "--help"]))
-"""
-
-
-def test_an_interrupt_while_a_command_is_imported_ends_it_even_if_a_module_catches_the_exception():
-    ended = subprocess.run([sys.executable, "-c", SWALLOWED], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
-
-
 def test_a_closed_pipe_that_rich_notices_is_exit_code_141(monkeypatch):
     def show(args):
         try:
@@ -165,38 +124,6 @@ def test_a_closed_pipe_that_rich_notices_is_exit_code_141(monkeypatch):
 
     monkeypatch.setattr(demo, "run", show)
     assert main(["demo"]) == 141
-
-
-FULL = "gradwire: writing the output: No space left on device\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "into", "unbuffered", "code", "message"),
-    [
-        (["report", "--text", "RUN"], "/dev/full", "", 1, FULL),
-        (["inspect", "RUN"], "/dev/full", "1", 1, FULL),
-        (["--help"], "/dev/full", "", 1, FULL),
-        (["report", "--text", "RUN"], "a closed pipe", "", 141, ""),
-        (["report", "--text", "RUN"], "a closed pipe", "1", 141, ""),
-        (["report", "--text", "RUN"], "nothing", "", 0, ""),
-    ],
-)
-def test_output_that_cannot_be_written_is_one_line(tmp_path, words, into, unbuffered, code, message):
-    write_ring(tmp_path, made_ring(0, range(30), size=1))
-    if into == "a closed pipe":
-        reader, output = os.pipe()
-        os.close(reader)
-    else:
-        output = os.open(os.devnull if into == "nothing" else into, os.O_WRONLY)
-    command = [sys.executable, "-m", "gradwire", *(str(tmp_path) if word == "RUN" else word for word in words)]
-    if into == "nothing":
-        command = ["/bin/sh", "-c", 'exec "$@" >&-', "sh", *command]
-    try:
-        environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-        ended = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, env=environ, check=False)
-    finally:
-        os.close(output)
-    assert (ended.returncode, ended.stderr) == (code, message)
 
 
 def test_an_error_of_the_system_is_one_line_unless_debugged(capsys, monkeypatch):
@@ -210,8 +137,3 @@ def test_an_error_of_the_system_is_one_line_unless_debugged(capsys, monkeypatch)
     )
     with pytest.raises(FileNotFoundError):
         main(["--debug", "demo"])
-
-
-def test_it_is_a_module_too():
-    done = subprocess.run([sys.executable, "-m", "gradwire", "--version"], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (0, f"gradwire {gradwire.__version__}\n")

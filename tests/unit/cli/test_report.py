@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 
 import pytest
 
 from gradwire.cli import main
-from gradwire.observe.rings.ring import RingFile
 from gradwire.observe.rings.runs import new_run, runs_directory
-from gradwire.recorder.format import CAPACITY
-from gradwire.runtime.host import ProcessState, clock_identity
+from gradwire.runtime.host import clock_identity
 from helpers.made_rings import made_ring, write_ring
-from helpers.warm_python import GRADWIRE_RUN
-
-DEADLINE = 120.0
 
 
 @pytest.fixture
@@ -79,49 +73,6 @@ def test_what_cannot_be_done(run, tmp_path, arguments, message, capsys):
     filled = [argument.format(tmp=tmp_path, run=run) for argument in arguments]
     assert main(["report", *filled]) == 2
     assert message in capsys.readouterr().err
-
-
-SCRIPT = """
-import sys, time
-import gradwire as gw
-group = gw.init()
-for number in range(66_000):
-    gw.observe.mark(str(number % 100))
-group.barrier()
-open(sys.argv[1] + f"/ready-{group.rank}", "w").close()
-time.sleep(600)
-"""
-
-
-def test_after_sigkill_of_all_ranks_and_the_launcher_the_last_records_are_there(tmp_path, capsys, warm_python):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    run = tmp_path / "run"
-    script = [str(tmp_path / "train.py"), str(tmp_path)]
-    launcher = warm_python.start(GRADWIRE_RUN, "-n", "2", "--run-dir", str(run), *script, capture=True)
-    pids = []
-    try:
-        deadline = time.monotonic() + DEADLINE
-        while len(list(tmp_path.glob("ready-*"))) < 2:
-            assert time.monotonic() < deadline, "the ranks did not start"
-            assert launcher.poll() is None
-            time.sleep(0.05)
-        for path in run.glob("rank-*.ring"):
-            with RingFile(path) as ring:
-                pids.append(int(ring.header["pid"]))
-    finally:
-        for pid in (launcher.pid, *pids):
-            os.kill(pid, signal.SIGKILL)
-        launcher.communicate()
-    for path in run.glob("rank-*.ring"):
-        with RingFile(path) as ring:
-            while ring.state() is not ProcessState.GONE:
-                assert time.monotonic() < deadline, "a rank did not end"
-                time.sleep(0.01)
-    assert main(["report", str(run), "--text"]) == 0
-    text = capsys.readouterr().out
-    assert text.count(f"{CAPACITY:,}") == 3  # of each rank, and in the explanation
-    assert f"{2 * CAPACITY:,} records" in text
-    assert "Ranks 0, 1 ended without stopping the recorder" in text
 
 
 @pytest.mark.parametrize("command", [["report", "--text"], ["inspect"], ["trace", "-o", "OUT"], ["top", "--once"]])

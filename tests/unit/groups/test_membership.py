@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -25,7 +23,6 @@ from gradwire.groups.failure import membership
 from gradwire.groups.failure.membership import Membership
 from gradwire.groups.failure.monitor import Monitor
 from gradwire.interop import from_process_group
-from gradwire.runtime.host import is_dead, process_start
 
 
 class Counting:
@@ -83,23 +80,6 @@ def test_operations_that_finish_at_once_are_not_written(monkeypatch: pytest.Monk
     assert calls == {"set": 1, "add": 1}
     other.refresh()
     assert other.peers.members[0].joined == 100
-
-
-def test_a_process_that_cannot_be_looked_at_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    start = process_start(child.pid)
-    assert start
-    assert not is_dead(child.pid, start)
-    assert is_dead(child.pid, start + "1")
-    with monkeypatch.context() as patched:
-
-        def full(*args: Any, **kwargs: Any) -> Any:
-            raise OSError(24, "Too many open files")
-
-        patched.setattr("builtins.open", full)
-        assert not is_dead(child.pid, start)
-    child.communicate()
-    assert is_dead(child.pid, start)
 
 
 # -- groups over one process group -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradwire.collectives import Layout, Scope, all_reduce
 from gradwire.errors import CollectiveMismatch, HookError, UsageError
-from gradwire.groups import Group, HierarchicalGroup, NanCheck, Recording, Verified
+from gradwire.groups import Group, NanCheck, Recording, Verified
 from gradwire.hooks import (
     BucketSpec,
     CommHook,
@@ -29,12 +29,11 @@ from gradwire.hooks import (
 from gradwire.hooks.combinators.hierarchical import slices
 from gradwire.interop import as_torch_hook
 from gradwire.parallel import replicate
-from gradwire.reducer.hook.driver import Driver
 from gradwire.testing import check_hook, run_ranks, simulate
 from helpers.laws import SHORT_LAWS
 from helpers.models import mlp
+from helpers.two_hosts import HALF, bucket, gradients, reduce_on, two_hosts
 
-HALF = chain(cast(torch.bfloat16), mean())
 FED = chain(error_feedback(), cast(torch.bfloat16), mean())
 HOSTS = {
     "2 + 2": [[0, 1], [2, 3]],
@@ -43,17 +42,6 @@ HOSTS = {
     "1 + 1": [[0], [1]],
     "one": [[0, 1]],
 }
-
-
-def bucket(*shapes: tuple[int, ...]) -> BucketSpec:
-    strides = tuple(tuple(torch.empty(shape, device="meta").stride()) for shape in shapes)
-    names = tuple(f"p{i}" for i in range(len(shapes)))
-    return BucketSpec(0, names, shapes, strides, torch.float32, torch.device("cpu"))
-
-
-def gradients(ranks: int, numel: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(ranks)
-    return [torch.randn(numel, generator=generator, dtype=torch.float64) for _ in range(ranks)]
 
 
 # -- on simulated hosts ----------------------------------------------------------------------------------------------------
@@ -261,39 +249,6 @@ def test_only_carriers_communicate_with_other_hosts() -> None:
 
 
 # -- on groups ---------------------------------------------------------------------------------------------------------------
-
-
-def two_hosts(world: Group, layout: Layout) -> HierarchicalGroup:
-    host, index = layout.place(world.rank)
-    inside = world.split(host, index)
-    assert inside is not None
-    across = world.split(index if index < layout.width else None, host)
-    return HierarchicalGroup(inside, across, rank=world.rank)
-
-
-def reduce_on(group: Group, hook: CommHook, grad: Tensor) -> Tensor:
-    spec = bucket((grad.numel() // 2, 2))
-    driver = Driver(group)
-    try:
-        turn = Turn(spec, group.rank, group.size, donated=True)
-        return driver.launch(hook, grad, hook.init(spec), turn).wait()
-    finally:
-        driver.close()
-
-
-@pytest.mark.parametrize("hosts", [((0, 1), (2, 3)), ((0, 1, 2), (3,))], ids=["2 + 2", "3 + 1"])
-@pytest.mark.parametrize("kind", ["threads", "shared memory"])
-def test_a_group_computes_what_the_simulation_computes(hosts: Any, kind: str) -> None:
-    brought = [g.float() for g in gradients(4, 34)]
-    hook = hierarchical(across=HALF)
-    expected = simulate(hook, brought, spec=bucket((17, 2)), hosts=hosts, donated=True).reduced[0].value
-
-    def rank_main(world: Group) -> Tensor:
-        with two_hosts(world, Layout(hosts)) as group:
-            return reduce_on(group, hook, brought[world.rank].clone())
-
-    for value in run_ranks(rank_main, 4, kind=kind.replace(" ", "_")):
-        torch.testing.assert_close(value, expected)
 
 
 @pytest.mark.parametrize("wrapper", [Recording, Verified, NanCheck])

@@ -1,15 +1,14 @@
-"""Rings that are made up, and a recorder that is stopped at the end."""
+"""Rings that are made up."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gradwire import observe
 from gradwire.observe.rings.ring import Record, Ring
 from gradwire.recorder.format import RecordKind
 from helpers.made_rings import made
@@ -35,11 +34,3 @@ def ring() -> Callable[..., Ring]:
         return Ring(Path(f"rank-{rank}.ring"), header, list(records))
 
     return make
-
-
-@pytest.fixture
-def recorded(tmp_path: Path) -> Iterator[Path]:
-    """The directory in which this process is recorded, as rank 0 of 1."""
-    observe.start(tmp_path / "run", rank=0, size=1)
-    yield tmp_path / "run"
-    observe.stop()

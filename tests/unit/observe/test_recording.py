@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import sys
-import time
 import tracemalloc
 
 import pytest
@@ -20,7 +19,7 @@ from gradwire.errors import CollectiveTimeout, GroupAborted, UsageError
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
 from gradwire.recorder import writer
-from gradwire.recorder.format import EPOCH_SHIFT, RecordKind
+from gradwire.recorder.format import RecordKind
 from gradwire.testing import run_ranks
 
 K = RecordKind
@@ -67,26 +66,6 @@ def test_a_new_start_replaces_the_ring_of_the_run_before(recorded):
 def test_a_rank_outside_of_the_world_is_refused(tmp_path, rank, size):
     with pytest.raises(UsageError, match=f"rank={rank}, size={size}"):
         observe.start(tmp_path, rank=rank, size=size)
-
-
-def test_two_processes_of_one_rank_are_refused(tmp_path, warm_python):
-    script = f"""
-import sys
-from gradwire import observe
-observe.start({str(tmp_path)!r}, rank=0, size=2)
-print("recording", flush=True)
-sys.stdin.read()
-"""
-    other = warm_python.talk(script)
-    try:
-        assert other.stdout.readline() == "recording\n"
-        with pytest.raises(UsageError, match=f"process {other.pid} records as rank 0"):
-            observe.start(tmp_path, rank=0, size=2)
-    finally:
-        other.kill()
-        other.communicate()
-    observe.start(tmp_path, rank=0, size=2)  # it has ended
-    observe.stop()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
@@ -209,76 +188,6 @@ def test_a_step_that_fails(recorded):
     assert (failed.step, failed.label) == (0, "ValueError: of the user's")
 
 
-@pytest.mark.parametrize("kind", ["threads", "shared_memory", "gloo"])
-def test_collectives_have_the_same_ordinals_on_all_ranks(tmp_path, kind):
-    """Also where a rank sends more messages than another, and after a group was aborted and recovered."""
-
-    def rank_main(group):
-        if kind != "threads" or group.rank == 0:
-            observe.start(tmp_path, rank=group.rank, size=group.size)
-        try:
-            group.barrier()  # after which all ranks are recorded, where they share a process
-            group.all_reduce(torch.ones(3), label="first")
-            if group.rank == 0:
-                group.send(torch.ones(1), 1, tag=1)
-            elif group.rank == 1:
-                group.recv(torch.ones(1), 0, tag=1)
-            group.all_reduce(torch.ones(3), label="second")
-            (tmp_path / f"second-{group.rank}").touch()
-            if group.rank == 0:
-                while (
-                    len(list(tmp_path.glob("second-*"))) < group.size
-                ):  # an abort fails what others have yet to wait for
-                    time.sleep(0.01)
-                group.abort("on purpose")
-            with pytest.raises(GroupAborted):
-                group.all_reduce(torch.ones(1), label="lost")
-                group.all_reduce(torch.ones(1), label="lost")
-            group.recover()
-            group.all_reduce(torch.ones(3), label="third")
-            group.barrier()
-        finally:
-            if kind != "threads":
-                observe.stop()
-
-    try:
-        run_ranks(rank_main, 3, kind=kind)
-        found: dict[str, set[int]] = {}
-        number = 0
-        for ring in observe.read_rings(tmp_path):
-            for record in ring.of_kind(K.COLLECTIVE_FINISHED):
-                if record.label in ("first", "second", "third"):
-                    found.setdefault(record.label, set()).add(record.ordinal)
-                    number += 1
-        assert number == 9
-        assert {label: len(ordinals) for label, ordinals in found.items()} == dict.fromkeys(
-            ["first", "second", "third"], 1
-        )
-        first, second, third = (found[label].pop() for label in ("first", "second", "third"))
-        assert second == first + 1
-        assert third >> EPOCH_SHIFT == 1
-    finally:
-        observe.stop()
-
-
-def test_collectives_of_a_hook_belong_to_their_bucket(tmp_path):
-    def rank_main(group):
-        observe.start(tmp_path, rank=group.rank, size=group.size)
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-        ddp = gw.replicate(model, group=group, hook=gw.hooks.power_sgd(rank=1))
-        for _ in range(3):
-            model(torch.ones(2, 64)).sum().backward()
-        observe.stop()
-        del ddp
-
-    run_ranks(rank_main, 2, kind="shared_memory")
-    for ring in observe.read_rings(tmp_path):
-        of_hook = [r for r in ring.of_kind(K.COLLECTIVE_SUBMITTED, K.COLLECTIVE_FINISHED) if r.bucket >= 0]
-        assert len({r.seq for r in of_hook}) >= 3 * 2  # two collectives or more per step
-        assert {r.step for r in of_hook} == {0, 1, 2}
-
-
 @pytest.mark.parametrize("arguments", [["x" * 5000], ["\U0001f600" * 600]])
 def test_a_command_of_any_length_is_recorded(tmp_path, monkeypatch, arguments):
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
@@ -294,25 +203,6 @@ def test_without_a_file_for_stacks_the_rest_is_recorded(tmp_path):
     observe.mark("here")
     observe.stop()
     assert len(observe.read_rings(tmp_path)[0].records) == 1
-
-
-def test_a_forked_child_that_is_recorded_writes_each_record_once(tmp_path, warm_python):
-    script = f"""
-import os, torch, warnings
-from gradwire import observe
-observe.start({str(tmp_path)!r}, rank=0, size=2)
-warnings.simplefilter("ignore")
-if os.fork() == 0:
-    observe.start({str(tmp_path)!r}, rank=1, size=2)
-    parameter = torch.ones(1, requires_grad=True)
-    torch.optim.SGD([parameter], 0.1).step()
-    os._exit(0)
-os.wait()
-"""
-    assert warm_python.run(script, timeout=120).returncode == 0
-    first, second = observe.read_rings(tmp_path)
-    assert first.records == []
-    assert [(r.kind, r.rank) for r in second.records] == [(K.OPTIMIZER_BEGAN, 1), (K.OPTIMIZER_ENDED, 1)]
 
 
 def test_a_wait_is_recorded_once_and_only_if_there_is_something_to_wait_for(recorded):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,22 +12,6 @@ import gradwire
 from gradwire.observe.hangs import stacks as hang_stacks
 from gradwire.observe.hangs.stacks import _STARTERS, Frame, parse_dump, parse_stacks, read_stacks
 from gradwire.observe.recording import _header
-from gradwire.runtime.host import ProcessState, process_state
-
-
-@pytest.fixture
-def fake_py_spy(tmp_path, monkeypatch):
-    """Put a program in the place of py-spy that prints `text`, or sleeps for `seconds`."""
-
-    def make(text, seconds=0, code=0):
-        path = tmp_path / "py-spy"
-        first = f"exec sleep {seconds}\n" if seconds else ""
-        path.write_text(f"#!/bin/sh\n{first}cat <<'EOF'\n{text}\nEOF\nexit {code}\n")
-        path.chmod(0o700)
-        monkeypatch.setattr(hang_stacks, "program", lambda: str(path))
-
-    return make
-
 
 DUMP = [
     {"thread_id": 7, "frames": [{"name": "run", "filename": "/a.py", "line": 3}]},
@@ -49,28 +30,9 @@ def test_what_py_spy_does_not_write_is_no_stack(text):
     assert parse_dump(text, main=5) == []
 
 
-@pytest.mark.parametrize(("seconds", "code", "found"), [(0, 0, {"a": "[]\n"}), (60, 0, {}), (0, 1, {})])
-def test_py_spy_is_bounded_and_may_fail(fake_py_spy, seconds, code, found):
-    fake_py_spy("[]", seconds, code)
-    assert hang_stacks.dump_stacks({"a": os.getpid()}, within=5.0 if found else 0.5) == found
-
-
 def test_without_py_spy_there_are_no_stacks(monkeypatch):
     monkeypatch.setattr(hang_stacks, "program", lambda: None)
     assert hang_stacks.dump_stacks({"a": os.getpid()}, within=1.0) == {}
-
-
-def test_a_process_that_is_stopped_is_looked_at_by_py_spy(tmp_path, fake_py_spy):
-    fake_py_spy(json.dumps(DUMP))
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        assert process_state(process.pid) is ProcessState.STOPPED
-        path = tmp_path / "rank-0.stacks"
-        path.touch()
-        found = read_stacks({path: {"pid": process.pid, "main_thread": 5}})
-        process.kill()
-    assert [stack.thread for stack in found[path]] == [5, 7]
 
 
 def test_the_file_of_stacks_does_not_grow_for_ever(recorded):

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from gradwire import observe
-from gradwire.launch.run_script import python_command
 from gradwire.observe.hangs.analysis import Cause
 from gradwire.observe.hangs.hang_report import report_lines
 from gradwire.observe.hangs.stacks import Frame, Stack
@@ -89,48 +84,3 @@ def test_the_rank_that_stands_elsewhere_is_named(rank, frames, state, cause, whe
 @pytest.mark.parametrize("frames", [(ENGINE, LOOP), (USER, LOOP)])
 def test_nothing_is_said_if_all_ranks_do_the_same(rank, frames):
     assert stall_of([rank(0), rank(1)], {0: frames, 1: frames}) is None
-
-
-SCRIPT = """
-import sys
-import torch
-import torch.distributed as dist
-import gradwire as gw
-import neighbor
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(2):
-        model(torch.ones(3, 4)).sum().backward()
-        optimizer.step()
-    with torch.no_grad():
-        model(torch.ones(3, 4))
-    gw.observe.mark(f"{sys.argv[1:]} {neighbor.__name__}")
-    gw.observe.stop()
-    model(torch.ones(3, 4)).sum().backward()
-"""
-
-
-@pytest.mark.parametrize("words", [["script.py"], ["-m", "script"]])
-def test_a_script_that_keeps_torchs_ddp_is_recorded(tmp_path, words, monkeypatch, warm_python):
-    """As `gradwire run --observe` starts it: with its own arguments, directory and __main__."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    (tmp_path / "neighbor.py").touch()
-    environ = {"GRADWIRE_RUN_DIR": str(tmp_path / "run"), "RANK": "0", "WORLD_SIZE": "1"}
-    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if words[0] == "-m":
-        monkeypatch.chdir(tmp_path)
-        _, start, *options = python_command("gradwire.launch.run_script", observe=True)
-        process = warm_python.start(start, *options, *words, "--lr", "1", env=environ, capture=True)
-        assert process.wait(120) == 0, process.communicate()
-        process.communicate()
-    else:
-        command = [sys.executable, *python_command("gradwire.launch.run_script", observe=True), *words, "--lr", "1"]
-        subprocess.run(command, env=environ, cwd=tmp_path, check=True, timeout=120)
-    *steps, mark = observe.read_rings(tmp_path / "run")[0].records
-    step = [K.FORWARD_BEGAN, K.FORWARD_ENDED, K.OPTIMIZER_BEGAN, K.OPTIMIZER_ENDED]
-    assert [r.kind for r in steps] == 2 * step
-    assert [r.step for r in steps if r.kind is K.FORWARD_BEGAN] == [0, 1]
-    assert mark.label == "['--lr', '1'] neighbor"

@@ -119,18 +119,6 @@ def test_small_tensors_share_a_buffer_and_empty_ones_need_none() -> None:
     assert run_ranks(rank_main, 2, wrap=Flight) == [[20, 16]] * 2
 
 
-def test_channels_last_weights_over_gloo() -> None:
-    def rank_main(group: Group) -> Any:
-        weight = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(group.rank))
-        weight = nn.Parameter(weight.to(memory_format=torch.channels_last))
-        broadcast_coalesced(group, [weight, torch.zeros(5)], buffer_size=64, src=1)
-        return weight.detach(), weight.is_contiguous(memory_format=torch.channels_last)
-
-    (a, kept), (b, _) = run_ranks(rank_main, 2, kind="gloo")
-    assert torch.equal(a, b)
-    assert kept
-
-
 def test_a_plan_cuts_what_is_too_large_and_keeps_dtypes_apart() -> None:
     tensors = [torch.zeros(5), torch.zeros(1, dtype=torch.int64), torch.zeros(2)]
     assert list(plan(tensors, 12)) == [[(0, 0, 3)], [(0, 3, 5), (2, 0, 1)], [(2, 1, 2)], [(1, 0, 1)]]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -233,46 +231,6 @@ def test_while_a_hook_lets_ranks_differ_the_check_is_put_off() -> None:
         replica.detach()
 
     run_ranks(rank_main, 2)
-
-
-@pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
-def test_on_processes(kind: str) -> None:
-    def rank_main(group: Group) -> list[Any]:
-        net = copy.deepcopy(START)
-        results: list[Any] = []
-        for policy in (Divergence.RAISE, Divergence.HEAL):
-            check = DivergenceCheck(net, group, policy=policy)
-            if group.rank == 1:
-                flip(net[2].bias, bit=7)
-            try:
-                results.append([(one.name, one.ranks, one.source) for one in check.check()])
-            except ReplicasDiverged as error:
-                results.append((error.ranks, error.parameters))
-            if policy is Divergence.RAISE and group.rank == 1:
-                flip(net[2].bias, bit=7)
-        results.append(torch.equal(net[2].bias, START[2].bias))
-        return results
-
-    assert run_ranks(rank_main, 3, kind=kind) == [[((1,), ("2.bias",)), [("2.bias", (1,), 0)], True]] * 3
-
-
-def test_torchs_ddp_on_its_default_group(torch_world: Callable[..., Any]) -> None:
-    def rank_main(group: Group) -> None:
-        with torch_world(group, "gloo"):
-            net = copy.deepcopy(START)
-            ddp = nn.parallel.DistributedDataParallel(net)
-            optimizer = torch.optim.Adam(ddp.parameters())
-            check = DivergenceCheck(ddp, every=2, optimizer=optimizer)
-            for _ in range(2):
-                ddp(torch.randn(4, 3)).sum().backward()
-                optimizer.step()
-                assert check.step() == []
-            if group.rank == 1:
-                flip(net[2].bias)
-            assert raised(check).parameters == ("2.bias",)
-            check.group.close()
-
-    run_ranks(rank_main, 3, kind="gloo")
 
 
 def test_wrong_arguments(group: Group) -> None:

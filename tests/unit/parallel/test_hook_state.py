@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import HookError
@@ -412,34 +411,6 @@ def test_after_a_failure_states_are_gone_and_steps_go_on_from_rank_0() -> None:
 
 
 # -- torch's own DDP -----------------------------------------------------------------------------------------------------
-
-
-def test_the_same_methods_under_torchs_own_ddp(torch_world: Callable[..., Any]) -> None:
-    def rank_main(group: Group) -> tuple[Tensor, Tensor]:
-        def make() -> tuple[Any, Any]:
-            model = TorchDDP(copy.deepcopy(NET), bucket_cap_mb=SMALL)
-            hook = as_torch_hook(HOOK, group, named_parameters=model.module.named_parameters())
-            model.register_comm_hook(None, hook)
-            return model, hook
-
-        with torch_world(group, "gloo"):
-            whole, hook = make()
-            train(whole, group.rank, range(4))
-            state = through_file({"model": whole.state_dict(), "hook": hook.hook_state_dict()})
-            assert state["hook"]["step"] == 4
-            assert sorted(state["hook"]["state"]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
-            expected = train(whole, group.rank, range(4, 7))
-            other, again = make()
-            other.load_state_dict(state["model"])
-            again.load_hook_state_dict(state["hook"])
-            with pytest.raises(HookError, match=r"and the model now has mean\(\)"):
-                as_torch_hook(mean(), group).load_hook_state_dict(state["hook"])
-            resumed = train(other, group.rank, range(4, 7))
-            del whole, other, hook, again
-        return expected, resumed
-
-    for expected, resumed in run_ranks(rank_main, 2, kind="gloo"):
-        assert torch.equal(expected, resumed)
 
 
 def test_names_of_a_compiled_model_are_those_of_the_uncompiled_one(group: Group) -> None:

@@ -1,16 +1,7 @@
-"""A model that is dropped is freed at once, by counting references; hundreds of steps leave nothing behind.
-
-Note [What fills slowly without leaking]
-CPython keeps the last 4096 attributes that were looked up on types, each under the address of its name. torch looks attributes
-up by strings that it creates each time (`__torch_function__`), so the same name has a new address each time, and up to 4096 dead
-strings stay in that cache: some hundreds in a thousand steps, fewer in the next. Tests that count blocks empty it first.
-"""
+"""A model that is dropped is freed at once, by counting references; hundreds of steps leave nothing behind."""
 
 from __future__ import annotations
 
-import gc
-import resource
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,12 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradwire.groups import C10dGroup, Group, ThreadGroup
-from gradwire.groups.work import Work
-from gradwire.hooks import CommHook, GradBucket, Reduction, Turn, cast, chain, mean
+from gradwire.hooks import CommHook, Reduction, Turn, cast, chain, mean
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import Graph, ScaleCheck
-from gradwire.testing import run_ranks
+from helpers.growth import STEPS, WARM, assert_nothing_grew, grown, small, steps
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,12 +105,6 @@ def gloo_group() -> Iterator[Group]:
         yield group
 
 
-def steps(model: nn.Module, n: int) -> None:
-    for _ in range(n):
-        model.zero_grad()
-        model(torch.ones(2, 4)).sum().backward()
-
-
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("make_group", [thread_group, gloo_group])
 @pytest.mark.parametrize("kind", MODELS)
@@ -164,55 +148,6 @@ def test_a_model_dropped_between_forward_and_backward_does_no_harm() -> None:
 
 # -- hundreds of steps ---------------------------------------------------------------------------------------------------------
 
-WARM, STEPS = 200, 400
-
-
-def live(kind: type) -> int:
-    return sum(issubclass(type(thing), kind) for thing in gc.get_objects())  # not isinstance: a dead proxy would raise
-
-
-def blocks_in_use() -> int:
-    """Python's allocated blocks, without garbage and without what lies in CPython's caches.
-
-    See Note [What fills slowly without leaking].
-    """
-    gc.collect()
-    clear = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache  # the first since Python 3.13
-    clear()
-    return sys.getallocatedblocks()
-
-
-def in_use() -> dict[str, int]:
-    return {
-        "works": live(Work),
-        "buckets": live(GradBucket),
-        "blocks": blocks_in_use(),
-        "kilobytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-    }
-
-
-def grown(make: Callable[[], nn.Module]) -> dict[str, int]:
-    """What so many steps add every time: the least of two times, for what only warms up adds less and less."""
-    model = make()
-    steps(model, WARM)
-    first = in_use()
-    steps(model, STEPS)
-    second = in_use()
-    steps(model, STEPS)
-    third = in_use()
-    return {what: min(second[what] - first[what], third[what] - second[what]) for what in first}
-
-
-def assert_nothing_grew(more: dict[str, int]) -> None:
-    assert more["works"] <= 0
-    assert more["buckets"] <= 0
-    assert more["blocks"] < 0.1 * STEPS  # a leak is at least one of Python's blocks a step
-    assert more["kilobytes"] < 3 * STEPS
-
-
-def small(group: Group, **flags: Any) -> nn.Module:
-    return DDP(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), process_group=group, **flags)
-
 
 def small_on_the_lane(group: Group) -> nn.Module:
     model = nn.Linear(4, 2)
@@ -248,9 +183,4 @@ def test_a_leak_of_one_block_a_step_is_seen() -> None:
     assert len(kept) == WARM + 2 * STEPS
     assert 0.9 * STEPS < more["blocks"] < 1.1 * STEPS
     with pytest.raises(AssertionError):
-        assert_nothing_grew(more)
-
-
-def test_hundreds_of_steps_over_gloo_leave_nothing_behind() -> None:
-    for more in run_ranks(lambda group: grown(lambda: small(group)), 2, kind="gloo"):
         assert_nothing_grew(more)

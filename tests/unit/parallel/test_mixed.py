@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from gradwire.errors import GroupAborted, UsageError
 from gradwire.groups import Group
-from gradwire.hooks import error_feedback, top_k
-from gradwire.hooks.combinators.chain import chain
 from gradwire.hooks.dense import mean
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
@@ -331,46 +328,6 @@ def test_compiled(mode: str) -> None:
     run_ranks(rank_main, 1)
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_keeps_mixed_precision_hook_state_and_weight(torch_world: Callable[..., Any], how: str) -> None:
-    def rank_main(group: Group) -> None:
-        with torch_world(group, "gloo"):
-            ddp = DDP(plain(), mixed_precision=config(BF16, FP32))
-            ddp.set_hook(chain(error_feedback(), top_k(ratio=0.1)))
-            ddp.replica.weight = 3.0
-
-            def step(model: DDP, number: int) -> list[Tensor]:
-                model.zero_grad()
-                output = model(inputs(group.rank, number))
-                assert output.dtype == BF16
-                output.float().pow(2).sum().backward()
-                assert {t.dtype for t in model.state_dict().values()} == {FP32}
-                return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-            for number in range(3):
-                step(ddp, number)
-            if group.rank == 0:  # it takes no other rank
-                duplicate(ddp, how)
-            copied = duplicate(ddp, how)
-            assert copied.replica.weight == 3.0
-            assert repr(copied.replica.hook) == repr(ddp.replica.hook)
-            assert copied.hook_state_dict()["step"] == 3
-            for number in range(3, 6):
-                for a, b in zip(step(ddp, number), step(copied, number), strict=True):
-                    assert torch.equal(a, b)
-
-    run_ranks(rank_main, 2, kind="gloo")
-
-
 def plain() -> nn.Module:
     """Of classes that can be pickled."""
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def duplicate(ddp: DDP, how: str) -> DDP:
-    if how == "deepcopy":
-        return copy.deepcopy(ddp)
-    file = io.BytesIO()
-    torch.save(ddp, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]

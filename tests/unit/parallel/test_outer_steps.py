@@ -6,13 +6,11 @@ import copy
 import gc
 import io
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.collectives import Layout, ReduceOp, all_reduce
 from gradwire.errors import GroupAborted, HookError, UsageError, UsageTypeError
@@ -37,57 +35,9 @@ from gradwire.hooks import (
 from gradwire.interop import as_torch_hook
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
-from gradwire.policies import Buckets, ScaleCheck
+from gradwire.policies import ScaleCheck
 from gradwire.testing import run_ranks
-
-with torch.random.fork_rng():
-    torch.manual_seed(0)
-    NET = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 4))
-    CENTRES = torch.randn(4, 16)
-
-
-def batch(rank: int, step: int, size: int = 16) -> tuple[Tensor, Tensor]:
-    """Four kinds of digits, as noisy points around four centers."""
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    labels = torch.randint(4, (size,), generator=generator)
-    return CENTRES[labels] + 0.7 * torch.randn(size, 16, generator=generator), labels
-
-
-def loss_on(model: nn.Module, rank: int, step: int) -> Tensor:
-    points, labels = batch(rank, step)
-    return nn.functional.cross_entropy(model(points), labels)
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def train(
-    group: Group,
-    hook: CommHook,
-    steps: int,
-    *,
-    first: int = 0,
-    lr: float = 0.2,
-    momentum: float = 0.0,
-    ready: Callable[[Any, Any], None] | None = None,
-) -> tuple[nn.Module, list[Tensor]]:
-    """Train; the model, and its parameters after each step."""
-    model = copy.deepcopy(NET)
-    replica = replicate(model, group=group, hook=hook, buckets=Buckets((600,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    replica.attach_optimizer(optimizer)
-    if ready is not None:
-        ready(replica, optimizer)
-    seen = []
-    for step in range(first, first + steps):
-        optimizer.zero_grad()
-        loss_on(model, group.rank, step).backward()
-        optimizer.step()
-        seen.append(flat(model))
-    replica.detach()
-    return model, seen
-
+from helpers.outer_training import NET, flat, loss_on, train
 
 HOOKS: dict[str, CommHook] = {
     "mean": mean(),
@@ -241,19 +191,6 @@ def test_several_optimizers_make_one_step_together() -> None:
         return steps
 
     assert run_ranks(rank_main, 2) == [[0, 1, 1, 2, 2, 3]] * 2
-
-
-@pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
-def test_outer_steps_between_processes(kind: str) -> None:
-    """Three ranks, so that of random pairs one stays alone and sends nothing; the same as between threads."""
-    hooks = [gossip(topology="random"), streaming_diloco(every=2, fragments=2, delay=1)]
-
-    def rank_main(group: Group) -> list[Tensor]:
-        return [train(group, hook, 4)[1][-1] for hook in hooks]
-
-    for there, here in zip(run_ranks(rank_main, 3, kind=kind), run_ranks(rank_main, 3), strict=True):
-        for a, b in zip(there, here, strict=True):
-            torch.testing.assert_close(a, b)
 
 
 # -- forgetting it -------------------------------------------------------------------------------------------------------
@@ -564,34 +501,6 @@ def test_a_rank_that_is_new_takes_the_anchor_from_rank_0() -> None:
 
 
 # -- torch's own DDP -----------------------------------------------------------------------------------------------------
-
-
-def test_the_same_under_torchs_own_ddp(torch_world: Callable[..., Any]) -> None:
-    hooks = [diloco(every=2), gossip()]
-
-    def rank_main(group: Group) -> list[tuple[Tensor, Tensor]]:
-        pairs = []
-        with torch_world(group, "gloo"):
-            for hook in hooks:
-                model = TorchDDP(copy.deepcopy(NET))
-                ours = as_torch_hook(hook, group, named_parameters=model.module.named_parameters())
-                model.register_comm_hook(None, ours)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-                ours.attach_optimizer(optimizer)
-                for step in range(6):
-                    optimizer.zero_grad()
-                    loss_on(model, group.rank, step).backward()
-                    optimizer.step()
-                    if step == 2:
-                        ours.load_hook_state_dict(ours.hook_state_dict())
-                pairs.append((flat(model), train(group, hook, 6)[1][-1]))
-                ours.average_parameters()
-                del model, ours, optimizer
-        return pairs
-
-    for rank in run_ranks(rank_main, 2, kind="gloo"):
-        for torchs, own in rank:
-            torch.testing.assert_close(torchs, own)
 
 
 def test_torchs_ddp_also_tells_who_forgot(group: Group) -> None:

@@ -77,28 +77,6 @@ def test_no_sync_sends_nothing_and_can_be_nested() -> None:
 # -- kinds of parameters -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
-def test_a_sparse_embedding_gets_the_mean_as_a_sparse_gradient(kind: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 2))
-
-    def rank_main(group: Group) -> Any:
-        mine = copy.deepcopy(model)
-        ddp = DDP(mine, process_group=group)
-        for step in range(3):
-            ddp.zero_grad()
-            ddp(torch.tensor([group.rank, 5, 6 + step])).pow(2).sum().backward()
-        return mine[0].weight.grad, mine[1].weight.grad, ddp.replica.reducer.layout.buckets[-1].sparse
-
-    dense = copy.deepcopy(model)
-    for rank in range(2):
-        dense(torch.tensor([rank, 5, 8])).pow(2).sum().div(2).backward()
-    for embedding, weight, _ in run_ranks(rank_main, 2, kind=kind):
-        assert embedding.is_sparse
-        torch.testing.assert_close(embedding.to_dense(), dense[0].weight.grad.to_dense())
-        torch.testing.assert_close(weight, dense[1].weight.grad)
-
-
 def test_ignored_parameters_and_buffers_are_left_to_the_caller() -> None:
     def rank_main(group: Group) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))

@@ -51,17 +51,6 @@ def test_a_problem_is_shown_with_its_fix_and_is_the_exit_code(capsys, monkeypatc
     assert out.splitlines()[-1].endswith("1 problem") or "problems" in out.splitlines()[-1]
 
 
-def test_two_ranks_are_measured(capsys):
-    code = main(["doctor", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    [findings] = found["hosts"].values()
-    measured = {one["name"]: one for one in findings if one["area"] == "two ranks"}
-    assert measured.keys() == {"shared_memory", "gloo"}
-    assert all("bit/s" in one["value"] for one in measured.values())
-    assert {one["level"] for one in measured.values()} == {"ok"}
-    assert code == (1 if found["problems"] else 0)
-
-
 def test_what_cannot_be_asked(capsys):
     assert main(["doctor", "--hosts", "--quick"]) == 2
     assert "Omit one of the two" in capsys.readouterr().err

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from gradwire.collectives import OpKind, ReduceOp, build
-from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
+from gradwire.collectives import OpKind, ReduceOp
+from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupError, PeerLost, UsageError
 from gradwire.groups import Group, HierarchicalGroup, Recording, ThreadGroup
 from gradwire.groups.hierarchical import Layout
 from gradwire.testing import run_ranks
@@ -83,20 +83,6 @@ def test_an_average_of_narrow_numbers_does_not_overflow(layout: Layout) -> None:
             return t.tolist(), part.tolist()
 
     assert on_threads(average, layout) == [([40_000.0] * 4, [40_000.0])] * 4
-
-
-def test_memory_is_the_hosts_own() -> None:
-    def in_heap(group: HierarchicalGroup) -> tuple[bool, Any]:
-        return group.inside.in_heap(group.allocate(1000)), group.layout.hosts  # type: ignore[attr-defined]
-
-    assert run_ranks(in_heap, 4, kind="hierarchical") == [(True, ((0, 1), (2, 3)))] * 4
-
-
-def test_one_host_needs_no_engine_between_hosts() -> None:
-    def parts(group: HierarchicalGroup) -> tuple[bool, bool]:
-        return group.across is None, group.messages is group.inside
-
-    assert run_ranks(parts, 1, kind="hierarchical") == [(True, True)]
 
 
 # -- what it demands ---------------------------------------------------------------------------------------------------------
@@ -250,92 +236,6 @@ def test_without_a_store_the_lost_rank_is_named_where_it_is_known() -> None:
         assert "rank 2" in text
 
 
-def test_an_abort_reaches_ranks_that_share_no_part() -> None:
-    def abort(group: Group) -> tuple[str, str]:
-        group.barrier()
-        if group.rank == 0:
-            group.abort("enough")
-        try:
-            group.submit(build.all_reduce(torch.ones(5000), label="last").within(20)).wait()
-        except GroupError as error:
-            return type(error).__name__, str(error)
-        return "finished", ""
-
-    for kind, text in run_ranks(abort, 4, kind="hierarchical"):
-        assert kind == "GroupAborted"
-        assert "enough" in text
-
-
-def test_check_peers_hears_of_an_abort() -> None:
-    def look(group: Group) -> str:
-        side = group.split(0)
-        assert side is not None
-        group.check_peers()
-        side.barrier()
-        if group.rank == 3:
-            group.abort("look here")
-        side.barrier()
-        try:
-            group.check_peers()
-        except GroupAborted as error:
-            return error.reason
-        finally:
-            side.close()
-        return "nothing"
-
-    assert all("look here" in reason for reason in run_ranks(look, 4, kind="hierarchical"))
-
-
-@pytest.mark.parametrize("failure", ["abort", "time-out"])
-def test_it_recovers_together_with_its_parts(failure: str) -> None:
-    def fall_and_rise(group: Group) -> tuple[str, list[float]]:
-        side = group.split(0)
-        assert side is not None
-        group.all_reduce(torch.ones(1))
-        fell = ""
-        try:
-            if failure == "abort" and group.rank == 1:
-                group.abort("a bad step")
-            if failure == "abort" or group.rank != 1:
-                group.submit(build.all_reduce(torch.ones(5000)).within(1.0)).wait()
-        except GroupError as error:
-            fell = type(error).__name__
-        side.barrier()
-        side.close()
-        group.recover(20)
-        results = []
-        for n in (1, 5000):
-            t = torch.full((n,), float(group.rank))
-            group.all_reduce(t)
-            results.append(t[-1].item())
-        return fell, results
-
-    told = run_ranks(fall_and_rise, 4, kind="hierarchical")
-    assert [results for _, results in told] == [[6.0, 6.0]] * 4
-    want = "GroupAborted" if failure == "abort" else "CollectiveTimeout"
-    assert [fell for fell, _ in told] == [want if failure == "abort" or rank != 1 else "" for rank in range(4)]
-
-
-def test_a_time_out_names_the_rank_on_the_other_host() -> None:
-    def wait(group: Group) -> tuple[Any, Any, str]:
-        side = group.split(0)
-        assert side is not None
-        group.barrier()
-        told: tuple[Any, Any, str] = (None, None, "")
-        if group.rank != 3:
-            try:
-                group.submit(build.all_reduce(torch.ones(3), label="patience").within(1.0)).wait()
-            except CollectiveTimeout as error:
-                told = error.joined, error.missing, str(error)
-        side.barrier()
-        side.close()
-        return told
-
-    for joined, missing, text in run_ranks(wait, 4, kind="hierarchical")[:3]:
-        assert (joined, missing) == ((0, 1, 2), (3,))
-        assert "patience" in text
-
-
 def test_sizes_that_do_not_agree_in_an_all_to_all() -> None:
     def exchange(world: Group) -> str:
         with _made(world, TWO_BY_TWO) as group:
@@ -356,18 +256,3 @@ def test_a_lost_peer_stays_lost() -> None:
         group.fail(PeerLost("it is gone", rank=0))
         with pytest.raises(PeerLost, match="it is gone"):
             group.recover()
-
-
-def test_operations_from_two_threads_keep_their_order() -> None:
-    """One rank runs its operation itself while another waits behind it on the lane."""
-
-    def run(group: Group) -> list[float]:
-        totals = [torch.full((2000,), float(i)) for i in range(6)]
-        works = [group.all_reduce(t, async_op=True) for t in totals[:3]]
-        for t in totals[3:]:
-            group.all_reduce(t)
-        for work in works:
-            work.wait()
-        return [t[0].item() for t in totals]
-
-    assert run_ranks(run, 4, kind="hierarchical") == [[4.0 * i for i in range(6)]] * 4

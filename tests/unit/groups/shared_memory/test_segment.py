@@ -8,9 +8,6 @@ import mmap
 import os
 import re
 import stat
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -137,23 +134,6 @@ def test_another_users_segment_is_refused(pair: list[Any], monkeypatch: pytest.M
         Segment.join(pair[1])
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to run as another user")
-def test_another_user_cannot_open_it(pair: list[Any]) -> None:
-    """Really another user, with the ticket in hand."""
-    script = f"""
-        import os
-        os.setgid(65534); os.setuid(65534)
-        try:
-            os.open({pair[1].path!r}, os.O_RDWR)
-        except OSError as error:
-            print(error.strerror)
-    """
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300
-    )
-    assert done.stdout == "Permission denied\n"
-
-
 def test_mapping_that_fails_in_a_rank_is_said(pair: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "mmap", _no_memory)
     with pytest.raises(GroupError, match=r"cannot be mapped: .*ulimit -v"):
@@ -251,57 +231,6 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
         SharedMemoryGroup(store, 0, 2, directory=str(tmp_path / "missing"))
     with pytest.raises(GroupError, match="rank 0 could not make its part of the group: .*No such file"):
         SharedMemoryGroup(store, 1, 2)
-
-
-@pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[str]:
-    """16 MiB, really."""
-    place = tmp_path / "tmpfs"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(place)], capture_output=True, text=True, check=False
-    ) if os.geteuid() == 0 else None  # fmt: skip
-    if mounted is None or mounted.returncode:
-        pytest.skip(f"may not mount a tmpfs: {mounted.stderr.strip() if mounted else 'not root'}")
-    yield str(place)
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def test_a_full_tmpfs_is_an_error_and_not_a_bus_error(world: Any, everywhere: Any, small_tmpfs: str) -> None:
-    groups = world(2, directory=small_tmpfs)
-    kept = []
-    with pytest.raises(
-        GroupError, match=r"no room for .*iB \(heap of rank 0\): .*; .*iB are free where the segment lies"
-    ):
-        while True:
-            kept.append(groups[0]._heap.tensor(200_000, torch.float32).fill_(1.0))
-    assert 1 <= len(kept) < 20
-    # What there was can still be used, and what is given back too.
-    t = [kept[0], torch.ones(200_000)]
-    everywhere(groups, lambda group: group.all_reduce(t[group.rank]))
-    assert all(x.eq(2).all() for x in t)
-    kept.clear()
-    assert groups[0].allocate(200_000).numel() == 200_000
-    # A send needs a copy in the heap; where there is no room for it, it fails, and later ones do not.
-    kept.append(groups[1].allocate(groups[1]._heap.available // 4))
-    big = torch.ones(4_000_000)
-    with pytest.raises(GroupError, match=r"no room for .*heap of rank 1"):
-        groups[1].send(big, dst=0)
-    got = torch.empty(3)
-    receiving = groups[0].recv(got, src=1, async_op=True)
-    del kept[-1]
-    groups[1].send(torch.ones(3), dst=0)
-    receiving.wait()
-
-
-def test_no_room_for_the_board(small_tmpfs: str, tmp_path: Path) -> None:
-    with open(os.path.join(small_tmpfs, "ballast"), "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, (16 << 20) - (256 << 10))
-        store = HashStore()
-        with pytest.raises(GroupError, match=r"no room for .* \(board and staging buffers\)"):
-            SharedMemoryGroup(store, 0, 2, directory=small_tmpfs)
-        with pytest.raises(GroupError, match="rank 0 could not make its part of the group: .*no room for"):
-            SharedMemoryGroup(store, 1, 2, directory=small_tmpfs)
 
 
 # -- ranks that do not fit ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
+import os
+import re
+import signal
 
 import pytest
 from rich.console import Console
@@ -10,6 +14,9 @@ from rich.console import Console
 from gradwire.cli import main
 from gradwire.cli.demo.compare import VARIANTS, Times, table
 from gradwire.observe.rings.runs import runs_directory
+from gradwire.testing import kinds
+from gradwire.testing.mpi import missing
+from helpers.warm_python import FORKED_RANKS
 
 
 def shown(times: list[Times], **machine: float) -> list[str]:
@@ -74,3 +81,47 @@ def test_bad_options(capsys):
         main(["demo", "--mbit", "0"])
     assert stop.value.code == 2
     assert "greater than 0" in capsys.readouterr().err
+
+
+NO_MPI = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+KINDS = [pytest.param(kind, marks=NO_MPI if kind == "mpi" else ()) for kind in kinds()]
+
+
+TWICE = """
+import os, sys
+from gradwire.cli import main
+
+os.setsid()
+options = ["demo", "--size", "tiny", "--batch-size", "2", "--no-compare", "--ranks", "2", "--kind", sys.argv[1], "--steps"]
+sys.exit(main([*options, "3"]) or main([*options, "1000000"]))
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_end_equal_and_ctrl_c_ends_them_without_a_traceback(kind, warm_python):
+    """Two demos in one process, to start ranks once: the first trains to the end, the second is interrupted.
+
+    A process of its own: warm rank processes write to the terminal they were started on, not to this test's. And a session of its
+    own, to which the signal goes as a terminal sends it: to every process of the foreground.
+    """
+    demo = warm_python.talk(FORKED_RANKS + TWICE, kind)
+    try:
+        lines = list(itertools.takewhile(lambda line: not re.match(r"step +1/1000000 ", line), demo.stdout))
+        os.killpg(demo.pid, signal.SIGINT)
+        _, errors = demo.communicate(timeout=300)
+    finally:
+        demo.kill()
+        demo.communicate()
+    assert demo.returncode == 130
+    assert errors.strip() == "gradwire: interrupted"
+    end = next(i for i, line in enumerate(lines) if line.startswith("All 2 replicas are bitwise equal (digest "))
+    first = lines[: end + 1]
+    assert lines[end + 1].startswith("starting 2 ranks")  # the second demo: nothing comes after that line
+    assert [line.split()[1] for line in first if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
+    block = "".join(first)
+    assert f"2, group kind {kind}" in block
+    for name in ("model", "steps", "loss", "validation loss", "for comparison"):
+        assert re.search(rf"^{name} +\S", block, re.M), name
+    assert "  def " in block  # what it has learnt to write begins with the prompt

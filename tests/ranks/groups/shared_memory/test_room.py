@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +15,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
 import gradwire as gw
+from gradwire.errors import GroupError
 from gradwire.groups import SharedMemoryGroup
 from gradwire.groups.shared_memory import board, group
 from gradwire.groups.shared_memory.board import CHUNK, SMALLEST_CHUNK, SegmentPlan
 from gradwire.groups.shared_memory.group import ROOM, ROOM_PER_RANK
+from gradwire.groups.shared_memory.segment import Segment, Ticket, default_directory
 
 MIB = 1 << 20
 
@@ -28,17 +33,25 @@ def not_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "_WARNED", set())
 
 
-@pytest.fixture
-def dockers_tmpfs(tmp_path: Path) -> Iterator[str]:
-    """64 MiB, really."""
-    place = tmp_path / "tmpfs"
+def tmpfs(place: Path, size: str) -> Iterator[str]:
+    """A file system of that size, really, until the test has ended."""
     place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(place)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False) if os.geteuid() == 0 else None
     if mounted is None or mounted.returncode:
         pytest.skip(f"may not mount a tmpfs: {mounted.stderr.strip() if mounted else 'not root'}")
     yield str(place)
     subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture
+def dockers_tmpfs(tmp_path: Path) -> Iterator[str]:
+    yield from tmpfs(tmp_path / "tmpfs", "64m")
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[str]:
+    yield from tmpfs(tmp_path / "tmpfs", "16m")
 
 
 def test_staging_takes_half_of_what_there_is() -> None:
@@ -131,3 +144,73 @@ def test_a_model_of_25_million_parameters_trains_in_64_mib(world: Any, everywher
     assert isinstance(results[0], float), results
     assert results[0] == results[1] > 0
     assert sum("ordinary memory" in str(w.message) for w in seen) == 1
+
+
+SIZE = 1 << 20
+
+
+def new(directory: str | Path = "", *, nbytes: int = SIZE, ranks: int = 2) -> tuple[Segment, Ticket]:
+    return Segment.create(ranks=ranks, nbytes=nbytes, directory=str(directory or default_directory()), host="here")
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Any]]:
+    """A segment and its ticket."""
+    made: list[Any] = list(new())
+    yield made
+    made[0].close()
+    made.clear()  # pytest keeps the fixture's value until after the look for leftovers, and a mapping has a descriptor
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to run as another user")
+def test_another_user_cannot_open_it(pair: list[Any]) -> None:
+    """Really another user, with the ticket in hand."""
+    script = f"""
+        import os
+        os.setgid(65534); os.setuid(65534)
+        try:
+            os.open({pair[1].path!r}, os.O_RDWR)
+        except OSError as error:
+            print(error.strerror)
+    """
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout == "Permission denied\n"
+
+
+def test_a_full_tmpfs_is_an_error_and_not_a_bus_error(world: Any, everywhere: Any, small_tmpfs: str) -> None:
+    groups = world(2, directory=small_tmpfs)
+    kept = []
+    with pytest.raises(
+        GroupError, match=r"no room for .*iB \(heap of rank 0\): .*; .*iB are free where the segment lies"
+    ):
+        while True:
+            kept.append(groups[0]._heap.tensor(200_000, torch.float32).fill_(1.0))
+    assert 1 <= len(kept) < 20
+    # What there was can still be used, and what is given back too.
+    t = [kept[0], torch.ones(200_000)]
+    everywhere(groups, lambda group: group.all_reduce(t[group.rank]))
+    assert all(x.eq(2).all() for x in t)
+    kept.clear()
+    assert groups[0].allocate(200_000).numel() == 200_000
+    # A send needs a copy in the heap; where there is no room for it, it fails, and later ones do not.
+    kept.append(groups[1].allocate(groups[1]._heap.available // 4))
+    big = torch.ones(4_000_000)
+    with pytest.raises(GroupError, match=r"no room for .*heap of rank 1"):
+        groups[1].send(big, dst=0)
+    got = torch.empty(3)
+    receiving = groups[0].recv(got, src=1, async_op=True)
+    del kept[-1]
+    groups[1].send(torch.ones(3), dst=0)
+    receiving.wait()
+
+
+def test_no_room_for_the_board(small_tmpfs: str, tmp_path: Path) -> None:
+    with open(os.path.join(small_tmpfs, "ballast"), "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, (16 << 20) - (256 << 10))
+        store = HashStore()
+        with pytest.raises(GroupError, match=r"no room for .* \(board and staging buffers\)"):
+            SharedMemoryGroup(store, 0, 2, directory=small_tmpfs)
+        with pytest.raises(GroupError, match="rank 0 could not make its part of the group: .*no room for"):
+            SharedMemoryGroup(store, 1, 2, directory=small_tmpfs)

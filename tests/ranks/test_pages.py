@@ -21,7 +21,7 @@ PAGES = {
 ELSEWHERE = {
     "docs/hooks.md": "tests/conformance/test_own_hook.py",
     "docs/own-group.md": "tests/conformance/test_own_group.py",
-    "docs/mpi.md": "tests/unit/groups/mpi/test_exit.py",
+    "docs/mpi.md": "tests/ranks/groups/mpi/test_exit.py",
     "docs/integrations.md": "tests/integrations/test_page.py",
     "docs/observe.md": "tests/unit/observe/test_export.py",
 }

@@ -1,0 +1,242 @@
+"""Training on ranks that are processes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from gradwire import DivergenceCheck
+from gradwire.errors import (
+    NonFiniteGradient,
+    Origin,
+    ReplicasDiverged,
+)
+from gradwire.groups import Group
+from gradwire.hooks import (
+    cast,
+    chain,
+    diloco,
+    error_feedback,
+    gossip,
+    mean,
+    quantize,
+    streaming_diloco,
+)
+from gradwire.interop import as_torch_hook
+from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.parallel import broadcast_coalesced, replicate
+from gradwire.policies import Divergence, NonFinite
+from gradwire.testing import run_ranks
+from helpers.growth import assert_nothing_grew, grown, small
+from helpers.outer_training import NET, flat, loss_on, train
+from helpers.poisoned_model import Model, inputs
+
+
+def test_channels_last_weights_over_gloo() -> None:
+    def rank_main(group: Group) -> Any:
+        weight = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(group.rank))
+        weight = nn.Parameter(weight.to(memory_format=torch.channels_last))
+        broadcast_coalesced(group, [weight, torch.zeros(5)], buffer_size=64, src=1)
+        return weight.detach(), weight.is_contiguous(memory_format=torch.channels_last)
+
+    (a, kept), (b, _) = run_ranks(rank_main, 2, kind="gloo")
+    assert torch.equal(a, b)
+    assert kept
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_a_sparse_embedding_gets_the_mean_as_a_sparse_gradient(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 2))
+
+    def rank_main(group: Group) -> Any:
+        mine = copy.deepcopy(model)
+        ddp = DDP(mine, process_group=group)
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(torch.tensor([group.rank, 5, 6 + step])).pow(2).sum().backward()
+        return mine[0].weight.grad, mine[1].weight.grad, ddp.replica.reducer.layout.buckets[-1].sparse
+
+    dense = copy.deepcopy(model)
+    for rank in range(2):
+        dense(torch.tensor([rank, 5, 8])).pow(2).sum().div(2).backward()
+    for embedding, weight, _ in run_ranks(rank_main, 2, kind=kind):
+        assert embedding.is_sparse
+        torch.testing.assert_close(embedding.to_dense(), dense[0].weight.grad.to_dense())
+        torch.testing.assert_close(weight, dense[1].weight.grad)
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
+def test_nonfinite_on_processes(kind: str) -> None:
+    def rank_main(group: Group) -> list[Any]:
+        model, seen = Model(), []
+        for hook in (mean(), chain(cast(torch.float16), mean()), chain(error_feedback(), quantize(bits=8))):
+            replica = replicate(model, group=group, hook=hook, nonfinite=NonFinite.RAISE)
+            for value in (1.0, math.nan, 1e9, 1.0):
+                model.zero_grad()
+                try:
+                    model(inputs(group.rank), value if group.rank == 2 else 1.0).sum().backward()
+                    seen.append("fine")
+                except NonFiniteGradient as error:
+                    seen.append((error.rank, error.parameter, error.origin))
+            replica.detach()
+        return seen
+
+    results = run_ranks(rank_main, 3, kind=kind)
+    bad, over = (2, "first.bias", Origin.GRADIENT), (2, "first.bias", Origin.OVERFLOW)
+    assert results[0] == ["fine", bad, "fine", "fine", "fine", bad, over, "fine", "fine", bad, "fine", "fine"]
+    assert results[1:] == results[:1] * 2
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+START = model()
+
+
+def flip(t: Tensor, byte: int = 0, bit: int = 0) -> None:
+    """Flip one bit of a tensor, in place, whatever its strides."""
+    with torch.no_grad():
+        flat = t.detach().contiguous().reshape(-1)
+        flat.view(torch.uint8)[byte] ^= 1 << bit
+        t.copy_(flat.reshape(t.shape))
+
+
+def raised(check: DivergenceCheck) -> ReplicasDiverged:
+    with pytest.raises(ReplicasDiverged) as caught:
+        check.check()
+    return caught.value
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
+def test_divergence_on_processes(kind: str) -> None:
+    def rank_main(group: Group) -> list[Any]:
+        net = copy.deepcopy(START)
+        results: list[Any] = []
+        for policy in (Divergence.RAISE, Divergence.HEAL):
+            check = DivergenceCheck(net, group, policy=policy)
+            if group.rank == 1:
+                flip(net[2].bias, bit=7)
+            try:
+                results.append([(one.name, one.ranks, one.source) for one in check.check()])
+            except ReplicasDiverged as error:
+                results.append((error.ranks, error.parameters))
+            if policy is Divergence.RAISE and group.rank == 1:
+                flip(net[2].bias, bit=7)
+        results.append(torch.equal(net[2].bias, START[2].bias))
+        return results
+
+    assert run_ranks(rank_main, 3, kind=kind) == [[((1,), ("2.bias",)), [("2.bias", (1,), 0)], True]] * 3
+
+
+def test_torchs_ddp_on_its_default_group(torch_world: Callable[..., Any]) -> None:
+    def rank_main(group: Group) -> None:
+        with torch_world(group, "gloo"):
+            net = copy.deepcopy(START)
+            ddp = nn.parallel.DistributedDataParallel(net)
+            optimizer = torch.optim.Adam(ddp.parameters())
+            check = DivergenceCheck(ddp, every=2, optimizer=optimizer)
+            for _ in range(2):
+                ddp(torch.randn(4, 3)).sum().backward()
+                optimizer.step()
+                assert check.step() == []
+            if group.rank == 1:
+                flip(net[2].bias)
+            assert raised(check).parameters == ("2.bias",)
+            check.group.close()
+
+    run_ranks(rank_main, 3, kind="gloo")
+
+
+class Counter(nn.Module):
+    """A layer with a buffer that every rank changes differently."""
+
+    def __init__(self, rank: int, *, reassign: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.reassign = reassign
+        self.register_buffer("seen", torch.full((2,), float(rank)))
+        self.register_buffer("count", torch.tensor(rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) + self.seen
+        if self.reassign:
+            self.seen = self.seen + 1 + x[0, 0].detach()
+        else:
+            self.seen.add_(1 + x[0, 0].detach())
+        return y
+
+
+def x(rank: int) -> Tensor:
+    return torch.full((3, 4), float(rank))
+
+
+@pytest.mark.parametrize("reassign", [False, True], ids=["in place", "reassigned"])
+@pytest.mark.parametrize("kind", ["threads", "gloo"])
+def test_before_every_forward_they_are_those_of_rank_0(reassign: bool, kind: str) -> None:
+    def rank_main(group: Group) -> list[Any]:
+        ddp = DDP(Counter(group.rank, reassign=reassign), process_group=group)
+        seen = []
+        for _ in range(3):
+            ddp(x(group.rank)).sum().backward()
+            seen.append(ddp.module.seen.tolist())
+        return [ddp.module.count.item(), seen]
+
+    a, b = run_ranks(rank_main, 2, kind=kind)
+    assert a == [0, [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]]
+    assert b == [0, [[2.0, 2.0], [3.0, 3.0], [4.0, 4.0]]]  # one step ahead of what it got from rank 0
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
+def test_outer_steps_between_processes(kind: str) -> None:
+    """Three ranks, so that of random pairs one stays alone and sends nothing; the same as between threads."""
+    hooks = [gossip(topology="random"), streaming_diloco(every=2, fragments=2, delay=1)]
+
+    def rank_main(group: Group) -> list[Tensor]:
+        return [train(group, hook, 4)[1][-1] for hook in hooks]
+
+    for there, here in zip(run_ranks(rank_main, 3, kind=kind), run_ranks(rank_main, 3), strict=True):
+        for a, b in zip(there, here, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_the_same_under_torchs_own_ddp(torch_world: Callable[..., Any]) -> None:
+    hooks = [diloco(every=2), gossip()]
+
+    def rank_main(group: Group) -> list[tuple[Tensor, Tensor]]:
+        pairs = []
+        with torch_world(group, "gloo"):
+            for hook in hooks:
+                model = TorchDDP(copy.deepcopy(NET))
+                ours = as_torch_hook(hook, group, named_parameters=model.module.named_parameters())
+                model.register_comm_hook(None, ours)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+                ours.attach_optimizer(optimizer)
+                for step in range(6):
+                    optimizer.zero_grad()
+                    loss_on(model, group.rank, step).backward()
+                    optimizer.step()
+                    if step == 2:
+                        ours.load_hook_state_dict(ours.hook_state_dict())
+                pairs.append((flat(model), train(group, hook, 6)[1][-1]))
+                ours.average_parameters()
+                del model, ours, optimizer
+        return pairs
+
+    for rank in run_ranks(rank_main, 2, kind="gloo"):
+        for torchs, own in rank:
+            torch.testing.assert_close(torchs, own)
+
+
+def test_hundreds_of_steps_over_gloo_leave_nothing_behind() -> None:
+    for more in run_ranks(lambda group: grown(lambda: small(group)), 2, kind="gloo"):
+        assert_nothing_grew(more)
