@@ -132,10 +132,7 @@ def test_a_wrong_argument_is_named(argv, message, capsys):
     ("argv", "message"),
     [
         (["--sizes", "4,6"], "6 bytes are not a whole number of float32 elements. Use multiples of 4."),
-        (
-            ["--plot", "times.txt"],
-            "--plot times.txt: unsupported file type. Use a name that ends in .png, .svg, .pdf.",
-        ),
+        (["--plot", "times.txt"], "--plot times.txt: unsupported file type. Use a name that ends in .png, .svg, .pdf."),
         (["--plot", "nowhere/times.png"], "--plot nowhere/times.png: there is no folder nowhere. Create it first."),
     ],
 )

@@ -128,21 +128,7 @@ def test_replicas_that_differ_are_found_out():
 def test_it_trains_by_all_means(capsys, tmp_path):
     file = tmp_path / "training.json"
     assert (
-        main(
-            [
-                "training",
-                "--size",
-                "tiny",
-                "--tokens",
-                "8",
-                "--steps",
-                "4",
-                "--timeout",
-                "60",
-                "--json",
-                str(file),
-            ]
-        )
+        main(["training", "--size", "tiny", "--tokens", "8", "--steps", "4", "--timeout", "60", "--json", str(file)])
         == 0
     )
     lines = capsys.readouterr().out.splitlines()

@@ -1,7 +1,5 @@
 """The suite finds what is wrong: groups with one fault each, and the check that must see it."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable

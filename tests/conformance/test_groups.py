@@ -3,8 +3,6 @@
 Adding a group or a wrapper adds one line here, and no test.
 """
 
-from __future__ import annotations
-
 import functools
 import secrets
 from collections.abc import Callable

@@ -4,8 +4,6 @@ With threads for both parts, so that many layouts can be tried in little time, a
 gloo on hosts that are not alike. `test_groups.py` has two ranks on each of two hosts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

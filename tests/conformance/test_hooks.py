@@ -4,8 +4,6 @@ torch's.
 A new hook adds one line here and no test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

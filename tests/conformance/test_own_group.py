@@ -1,7 +1,5 @@
 """The example of a user's own group passes the whole suite, and its guide shows the code as it is."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The example of a user's own hook keeps the laws, and its guide shows the code as it is."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

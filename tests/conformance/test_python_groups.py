@@ -3,8 +3,6 @@
 What a group lacks is composed of what its class overrides; `gw.DistributedDataParallel` over it gives what torch's gives.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable

@@ -4,8 +4,6 @@ All ranks draw the same plan from one seed: kinds, sizes, dtypes, roots, values 
 (in the group's own memory or not). So each can work out by itself, with `reference.perform`, what everybody must end up with.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import time

@@ -4,8 +4,6 @@ Every program runs both ways; its output, its standard error and its exit status
 exception that quotes a traceback, as those of torch's data loaders do, must not be taken for its own quotation.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Ranks as threads pass the suite that every group passes."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire.testing import run_ranks

@@ -1,7 +1,5 @@
 """`torch.compile` of a whole step, with the backward inside: Dynamo traces the user's code, and nothing of gradwire."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 One world per size trains every model with every set of flags, first on torch's class, then on ours.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

@@ -1,7 +1,5 @@
 """torch.set_default_device determines where users' tensors are made, not where gradwire makes its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -4,8 +4,6 @@ Undefined gradients (fused weight gradients, functions that return None), recomp
 One world runs every program with every set of flags, first on torch's class, then on ours.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import warnings

@@ -4,8 +4,6 @@ A program of its own, because processes that have imported torch are started by 
 Prints one line of JSON: how many cycles there were, which errors survivors got, and what went wrong.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -8,8 +8,6 @@ A program of its own, because processes that have imported torch are started by 
 Prints one line of JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import gc
@@ -154,12 +152,7 @@ def rank_main(kind: str, point: str, path: str, rank: int, victim: int, died: mm
     except (PeerLost, CollectiveTimeout) as error:
         now, (then,) = time.monotonic(), struct.unpack_from("d", died, 0)
         named = error.rank if isinstance(error, PeerLost) else list(error.missing or [])
-        return {
-            "error": type(error).__name__,
-            "named": named,
-            "after": now - max(then, *began),
-            "text": str(error),
-        }
+        return {"error": type(error).__name__, "named": named, "after": now - max(then, *began), "text": str(error)}
     except Exception as error:
         return {"error": type(error).__name__, "named": None, "text": str(error)}
 

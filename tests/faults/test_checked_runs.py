@@ -1,7 +1,5 @@
 """`gradwire run --nonfinite`, `--check-divergence`, and what a report shows of a run whose gradients became NaN."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 One model goes through all violations, one after another. After each, all ranks train a step with correct gradients.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The interpreter ends with hooks registered and works in flight: exit code 0, nothing printed, promptly."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

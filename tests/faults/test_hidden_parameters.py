@@ -1,7 +1,5 @@
 """A backward that fails where the graph from the loss shows no parameter of the model: the step fails on all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """An exception under `model.join()` ends the context on every rank at once, wherever a rank is: training, or out of inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -137,3 +135,24 @@ def test_without_effect_where_join_is_disabled() -> None:
         return group.failure is None
 
     assert run_ranks(rank_main, 2) == [True, True]
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_one_step_more_points_to_join(kind: str) -> None:
+    if kind == "mpi" and missing() is not None:
+        pytest.skip(str(missing()))
+
+    def rank_main(group: Group) -> str | None:
+        model = gw.DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        if group.rank != 1:
+            group.close()
+            return None
+        with pytest.raises(gw.PeerLost) as caught:
+            model(torch.ones(1, 2)).sum().backward()
+        return str(caught.value)
+
+    told = run_ranks(rank_main, 2, kind=kind)[1]
+    assert "fewer batches" in told
+    assert "model.join()" in told

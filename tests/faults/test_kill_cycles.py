@@ -1,7 +1,5 @@
 """100 times: make a group, kill ranks at a random moment, look. Nothing stays behind and nobody hangs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -89,3 +87,25 @@ def test_a_rank_that_dies_while_it_writes_to_the_store_hangs_nobody(
     assert done.returncode == 0, done.stderr
     assert "the rendezvous store has not answered" in done.stdout
     assert "within 0.3 s" in done.stdout
+
+
+PROGRAM = Path(__file__).with_name("kill_meetings.py")
+
+
+REPEAT = os.environ.get("KILL_MEETINGS_REPEAT", "1")
+
+
+@pytest.mark.parametrize("kind", ["gloo", "split", "hierarchical", "shared_memory"])
+def test_all_survivors_name_the_rank(kind: str) -> None:
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # numpy starts no threads then
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "--repeat", REPEAT, "--only", kind],
+        env={**os.environ, "KILL_MEETINGS_SLACK": "30", **one_thread},  # a loaded machine breaks no limit
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["problems"] == []
+    assert sum(report["errors"].values()) == 7 * report["meetings"] > 0

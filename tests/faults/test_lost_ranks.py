@@ -1,9 +1,9 @@
-"""A rank that dies, stops or leaves in the middle of an operation: every survivor is told which, in time, and closes cleanly."""
-
-from __future__ import annotations
+"""Ranks that are lost, stopped, left alone or out of descriptors: the others name them, and none hangs."""
 
 import os
+import resource
 import signal
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +16,12 @@ from gradwire.collectives import Collective, build
 from gradwire.errors import CollectiveTimeout, GroupError, PeerLost
 from gradwire.groups import Group
 from gradwire.groups.shared_memory.board import HERE
+from gradwire.groups.store.rendezvous import host_store
 from gradwire.testing import run_ranks
+from gradwire.testing.conformance.compare import meet, part, side_group
+from gradwire.testing.mpi import missing
 from helpers.waiting import wait_until
+from helpers.warm_python import WarmPython
 
 SIZE, VICTIM = 4, 2
 DEADLINE = 120.0
@@ -213,3 +217,123 @@ def test_a_rank_that_is_stopped_is_named_at_the_deadline(nth: int) -> None:
         assert f"missing: ranks [{VICTIM}]" in facts["text"]
         assert "label='patience'" in facts["text"]
         assert 0.9 < facts["seconds"] < SOON
+
+
+def receive_alone(group: Group) -> float | None:
+    """On rank 0: how long the receive waited after the others had left."""
+    side = side_group(group)
+    if group.rank:
+        meet(side)
+        group.close()
+        meet(side)
+        part(side)
+        return None
+    waiting = group.submit(build.recv(torch.zeros(1), label="from anyone").within(DEADLINE))
+    meet(side)
+    meet(side)
+    began = time.perf_counter()
+    with pytest.raises(PeerLost) as caught:
+        waiting.wait()
+    assert caught.value.rank in range(1, group.size)
+    waited = time.perf_counter() - began
+    with pytest.raises(PeerLost):
+        group.run(build.recv(torch.zeros(1), tag=3).within(DEADLINE))
+    part(side)
+    return waited
+
+
+@pytest.mark.parametrize("kind", ["threads", "shared_memory"])
+def test_a_receive_from_any_rank_that_nobody_can_answer(kind: str) -> None:
+    waited = run_ranks(receive_alone, 3, kind=kind)[0]
+    assert waited < DEADLINE / 2
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_the_same_over_mpi() -> None:
+    assert run_ranks(receive_alone, 2, kind="mpi")[0] < DEADLINE / 2
+
+
+def _without_descriptors(group: Group) -> tuple[float, str]:
+    group.barrier()
+    if group.rank != 0:
+        time.sleep(2.5)  # the operation is slow, and rank 0 looks for the others
+    held: list[int] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if group.rank == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 400), hard))
+        try:
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            pass
+    t = torch.ones(3)
+    try:
+        group.all_reduce(t)
+        return t[0].item(), ""
+    except Exception as error:
+        return 0.0, repr(error)
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        group.barrier()
+
+
+@pytest.mark.parametrize("kind", ["gloo", "hierarchical", "shared_memory"])
+def test_a_rank_without_descriptors_loses_nobody(kind: str) -> None:
+    assert run_ranks(_without_descriptors, 2, kind=kind) == [(2.0, "")] * 2
+
+
+SCRIPT = """
+    import os, sys, time, torch
+    import gradwire as gw
+    from gradwire.collectives import build
+    from gradwire.errors import CollectiveTimeout
+    group = gw.init(kind=sys.argv[1], timeout=4)
+    host = torch.tensor([os.getpid()])
+    group.broadcast(host, src=0)
+    if group.rank == 0:
+        os.kill(os.getpid(), 19)
+        os._exit(0)
+    began = time.perf_counter()
+    while open(f"/proc/{int(host)}/stat").read().rpartition(")")[2].split()[0] != "T":
+        assert time.perf_counter() - began < 60, "rank 0 is not stopped"
+        time.sleep(0.01)
+    began = time.perf_counter()
+    forgotten = group.all_reduce(torch.ones(3), async_op=True)
+    while not forgotten.is_completed():  # nobody waits for it
+        assert time.perf_counter() - began < 30
+        time.sleep(0.05)
+    assert isinstance(forgotten.exception(), CollectiveTimeout), forgotten.exception()
+    began = time.perf_counter()
+    group.close()
+    gw.launch.leave()
+    assert time.perf_counter() - began < 30
+    print("closed")
+"""
+
+
+@pytest.mark.parametrize("kind", ["gloo", "hierarchical"])
+def test_a_stopped_store_host_holds_nobody(kind: str, warm_python: WarmPython) -> None:
+    free = host_store()  # only to find a port
+    port = free.port
+    del free
+    base = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        warm_python.start(
+            textwrap.dedent(SCRIPT),
+            kind,
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+            capture=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        out, err = ranks[1].communicate(timeout=300)
+        state = Path(f"/proc/{ranks[0].pid}/stat").read_text().rpartition(")")[2].split()[0]
+        assert state == "T", "the fault did not fire"
+        assert (ranks[1].returncode, out) == (0, "closed\n"), err
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

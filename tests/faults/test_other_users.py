@@ -1,7 +1,5 @@
 """Another user of the same host tries every way into a running job. Needs root, to become that other user."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

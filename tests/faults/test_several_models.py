@@ -1,7 +1,5 @@
 """Several models on one group: the first to be used recovers from a failed step of another, and one iteration is lost."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -3,8 +3,6 @@
 The input of an iteration is its number plus the rank, so a gradient shows which iterations of the ranks were averaged.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What only a CUDA device can show. Skipped where there is none."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """gw.init(kind="nccl") on a real device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore

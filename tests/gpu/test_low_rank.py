@@ -1,7 +1,5 @@
 """What low-rank hooks compute on a GPU, against what they compute with torch alone. Skipped where there is no CUDA device."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import pytest

@@ -1,7 +1,5 @@
 """The Triton codec against torch operations, bit for bit, and its speed. Skipped where there is no CUDA device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Checks for silent errors on CUDA: where values may be read, and digests that are the CPU's. Skipped without a device."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What libraries of others write when a process ends, which no test is about."""
 
-from __future__ import annotations
-
 import re
 
 _OF_NANOBIND = re.compile(

@@ -3,8 +3,6 @@
 For tests that start hundreds of ranks. This process must have no threads.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import ctypes

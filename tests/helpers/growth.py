@@ -6,8 +6,6 @@ up by strings that it creates each time (`__torch_function__`), so the same name
 strings stay in that cache: some hundreds in a thousand steps, fewer in the next. Tests that count blocks empty it first.
 """
 
-from __future__ import annotations
-
 import gc
 import resource
 import sys

@@ -1,7 +1,5 @@
 """For tests of checks that are read late: the host takes the place of the device."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

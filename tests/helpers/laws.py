@@ -1,7 +1,5 @@
 """The laws of hooks, without the one that takes hundreds of steps."""
 
-from __future__ import annotations
-
 import torch
 
 from gradwire.testing.laws import LAWS, Law, pays_back

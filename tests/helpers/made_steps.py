@@ -1,7 +1,5 @@
 """Steps that are made up: ranks that meet in every step, as a model of what a real run records."""
 
-from __future__ import annotations
-
 import os
 import random
 import statistics

@@ -1,7 +1,5 @@
 """Small models and their inputs, the same for every test file."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Training on a problem whose ranks have different optima."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A model whose gradients, of some layers, can be made NaN, infinite or large, with a loss that is not."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Records written by hand, to a real ring."""
 
-from __future__ import annotations
-
 import zlib
 
 from gradwire.recorder.format import NO_PEER, RecordKind

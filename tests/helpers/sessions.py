@@ -1,7 +1,5 @@
 """Commands that start processes of their own: all of them end with the command."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

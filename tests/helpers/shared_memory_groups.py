@@ -1,7 +1,5 @@
 """Groups over shared memory whose ranks are threads of the test: every part can be reached, and replaced."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Worlds of torch.distributed on the ranks of a group."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager

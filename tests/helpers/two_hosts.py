@@ -1,7 +1,5 @@
 """Worlds on two nominal hosts, for tests of the hierarchical hook."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

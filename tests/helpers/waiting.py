@@ -1,7 +1,5 @@
 """Waits with a deadline, for things that no event tells of: files, other processes' states, what an engine has got to."""
 
-from __future__ import annotations
-
 import os
 import select
 import time

@@ -5,8 +5,6 @@ it once and then forks: a child has memory, threads, signals, exit handlers and 
 it does not have is an interpreter that was started for it; tests of that start one themselves.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import os

@@ -1,7 +1,5 @@
 """Scripts on the ranks of a world that torch's `init_process_group()` finds, in warm processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """gradwire in Hugging Face Accelerate: the same losses, hooks, checkpoints. Two ranks, which `accelerate launch` starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """gradwire imports no library of an integration, and each integration names its extra where the library is missing."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """The code blocks of docs/integrations.md run, or are from the examples, which other tests run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """gradwire in Ray Train, on a Ray that is started for the test: the same losses, hooks, checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Scripts that were written for torch's DDP, on ours, unchanged."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The TorchTitan-style example: the same losses as torch's DDP, a compressed run, and one that is resumed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

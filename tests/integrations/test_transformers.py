@@ -1,7 +1,5 @@
 """gradwire in Transformers' Trainer: the same losses, hooks, checkpoints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two hosts whose clocks are three seconds apart: network namespaces, of which one has a time namespace of its own."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """`gradwire doctor --hosts` on two hosts with a slow link."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """gw.init() between hosts whose own name resolves to a loopback address, as on Debian, and no variable names the network."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

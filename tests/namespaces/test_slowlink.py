@@ -1,7 +1,5 @@
 """`slowlink` on real hosts: the link is as slow as requested, and its bytes are counted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

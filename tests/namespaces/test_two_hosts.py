@@ -1,7 +1,5 @@
 """HierarchicalGroup between real network namespaces: shared memory in each, gloo over the link between them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The wheel and the source distribution: what they hold, what they say, and that the README's first block runs from the wheel."""
 
-from __future__ import annotations
-
 import email
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A default step on the CPU over shared memory, followed by a profiler from the hook on a parameter to `Group.submit`."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import tomllib

@@ -1,7 +1,8 @@
-"""The public face: the names that `import gradwire` gives, and the first page that people read."""
+"""The public names of gradwire, the README, and the tables in docs that list what a hook and a group are written with."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 
 import gradwire
+from gradwire.collectives import build
+from gradwire.groups.work import Work
+from gradwire.hooks import Turn
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -59,3 +63,25 @@ def test_anchors_in_the_readme_exist():
     for page, anchor in re.findall(r"\]\(([\w/]+\.md)#([\w-]+)\)", README):
         headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.M)
         assert anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, (page, anchor)
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def public(names: object) -> set[str]:
+    return {name for name in vars(names) if not name.startswith("_")}
+
+
+def test_hooks_md_lists_the_fields_of_a_turn_and_all_collectives() -> None:
+    text = (DOCS / "hooks.md").read_text()
+    fields = {field.name for field in dataclasses.fields(Turn)} | {"counted", "share"}
+    assert {name for name in fields if f"`{name}`" not in text} == set()
+    collectives = {name for name in public(build) if inspect.getmodule(getattr(build, name)) is build}
+    assert {name for name in collectives if f"`{name}(" not in text} == set()
+
+
+def test_own_group_md_lists_the_methods_of_a_work() -> None:
+    text = (DOCS / "own-group.md").read_text()
+    internal = {"over", "info", "wait_settled", "seq", "started", "submitted"}
+    methods = {name for name in public(Work) - internal if callable(getattr(Work, name))}
+    assert {name for name in methods if f"`{name}(" not in text} == set()

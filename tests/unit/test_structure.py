@@ -59,10 +59,7 @@ def parameters(function: ast.FunctionDef) -> int:
 
 def test_functions_have_few_parameters() -> None:
     """Other than compiled loops and kernels, which take numbers only, and calls that users make with keywords."""
-    compiled = {
-        "gradwire.hooks.compressors.quantized.kernels",
-        "gradwire.hooks.compressors.quantized.loops",
-    }
+    compiled = {"gradwire.hooks.compressors.quantized.kernels", "gradwire.hooks.compressors.quantized.loops"}
     many = {
         (name, node.name)
         for name, tree in MODULES.items()

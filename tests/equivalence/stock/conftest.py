@@ -1,7 +1,5 @@
 """Worlds of torch.distributed over gloo and over gradwire: in the warm processes of `run_ranks`, or in fresh ones."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Every function of `dist` does over gradwire what it does over gloo."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -428,9 +426,7 @@ def test_what_c_plus_plus_does_not_hand_to_python(stock: Callable[..., Any]) -> 
 
     def scenario(rank: int, size: int) -> Any:
         name, boxed, t = dist.group.WORLD.group_name, dist.group.WORLD.boxed(), numbers(rank)
-        unreached = [
-            lambda: torch.ops.c10d.broadcast_([t], boxed, 0, 0, False, 1000),
-        ]
+        unreached = [lambda: torch.ops.c10d.broadcast_([t], boxed, 0, 0, False, 1000)]
         if TORCH < (2, 15):
             unreached.append(
                 lambda: torch.ops._c10d_functional.all_gather_into_tensor_out(t, size, name, out=torch.empty(6 * size))

@@ -1,7 +1,5 @@
 """NaN and infinity in what our hooks reduce inside FSDP2: all ranks decide together, also those whose shards are finite."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """gradwire's hooks inside FSDP2: between replicas, and in place of the reduce-scatter."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

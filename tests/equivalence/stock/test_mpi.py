@@ -1,7 +1,5 @@
 """torch's own DDP and `dist` functions under mpirun, over `register_backend(kind="mpi")`: the same as over gloo."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torch's PowerSGD hook, whose callbacks wait for further collectives: over every engine the same result as over torch's gloo."""
 
-from __future__ import annotations
-
 import builtins
 import importlib
 import logging
@@ -122,8 +120,7 @@ def test_same_parameters_as_over_torchs_gloo(
 @pytest.mark.parametrize("model", MODELS)
 def test_over_mpi(model: str, expected: list[torch.Tensor], tmp_path: Path) -> None:
     check(
-        run_ranks(lambda group: over("power_mpi", "mpi", group, MODELS[model], tmp_path), RANKS, kind="mpi"),
-        expected,
+        run_ranks(lambda group: over("power_mpi", "mpi", group, MODELS[model], tmp_path), RANKS, kind="mpi"), expected
     )
 
 

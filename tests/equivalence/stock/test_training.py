@@ -1,7 +1,5 @@
 """torch's own training tools, unchanged, over gradwire: the same parameters as over gloo."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """A Work that C++ asks for its wait, its future or its value, in every order and on its own threads: each ends by the deadline."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """On each rank: the same training with Accelerate's own DDP, with gradwire's hooks on it, and with gradwire's DDP."""
 
-from __future__ import annotations
-
 import copy
 import json
 import runpy

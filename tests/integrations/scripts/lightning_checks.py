@@ -1,7 +1,5 @@
 """On each rank: the same training with Lightning's DDPStrategy and with gradwire's."""
 
-from __future__ import annotations
-
 import json
 import logging
 import runpy

@@ -1,7 +1,5 @@
 """examples/ray_train.py with workers that first train with torch's DDP and with gradwire's, and then as in the example, twice."""
 
-from __future__ import annotations
-
 import functools
 import json
 import runpy

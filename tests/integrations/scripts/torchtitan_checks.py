@@ -1,7 +1,5 @@
 """On each rank: the loop of examples/torchtitan_style.py, and the same steps with torch's DDP."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

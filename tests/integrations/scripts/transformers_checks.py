@@ -1,7 +1,5 @@
 """On each rank: the same training with Transformers' Trainer and with gradwire's."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """The comparison of the demo: every way to train is measured, and the table says which is faster."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

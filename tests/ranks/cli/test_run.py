@@ -1,7 +1,5 @@
 """`gradwire run` as a command: options, exit codes, Ctrl-C, a closed pipe, a launcher that is killed."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal
@@ -160,10 +158,7 @@ def test_a_script_that_is_not_there(capsys, tmp_path):
             ["--nnodes", "2", "x"],
             "'2' hosts: gradwire run starts ranks on this machine only. For several hosts use torchrun",
         ),
-        (
-            ["--max_restarts=3", "x"],
-            "unrecognized arguments: --max_restarts=3. gradwire run does not restart ranks",
-        ),
+        (["--max_restarts=3", "x"], "unrecognized arguments: --max_restarts=3. gradwire run does not restart ranks"),
         (
             ["--rdzv-backend", "c10d", "x"],
             "unrecognized arguments: --rdzv-backend. gradwire run starts ranks on this machine",

@@ -1,7 +1,5 @@
 """Groups whose ranks are processes: who is dead, and who disagrees."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any
@@ -10,9 +8,7 @@ import pytest
 import torch
 
 from gradwire.collectives import OpKind, ReduceOp, build
-from gradwire.errors import (
-    CollectiveMismatch,
-)
+from gradwire.errors import CollectiveMismatch
 from gradwire.groups import Verified
 from gradwire.runtime.host import is_dead, process_start
 from gradwire.testing import run_ranks

@@ -1,7 +1,5 @@
 """The registry of group kinds: a user's kind is taken wherever a kind can be named; entry points; mistakes."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`PrivateStore` with writers that are processes, fork or are killed."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

@@ -1,7 +1,5 @@
 """torch's profiler shows the collectives of every group."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """gradwire's hooks inside torch's own DDP."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 from collections.abc import Callable

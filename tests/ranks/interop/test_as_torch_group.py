@@ -1,7 +1,5 @@
 """The process group that `as_torch_hook` communicates over: a separate one, made at the first bucket."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

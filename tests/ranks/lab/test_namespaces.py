@@ -1,7 +1,5 @@
 """Hosts as network namespaces: names, addresses, rates, and that nothing is left of them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

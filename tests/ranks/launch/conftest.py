@@ -1,7 +1,5 @@
 """The launcher's loop, in this process, on scripts that do not import torch, so that they start at once."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import textwrap

@@ -1,7 +1,5 @@
 """gw.init(): alone, and on rank processes whose environment is that of a launcher."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import pickle
@@ -70,10 +68,7 @@ def test_after_its_end_there_is_another(end):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        ({"kind": "smoke"}, "there is no such kind"),
-        ({"timeout": 0}, "timeout is 0. Pass a number of seconds above 0"),
-    ],
+    [({"kind": "smoke"}, "there is no such kind"), ({"timeout": 0}, "timeout is 0. Pass a number of seconds above 0")],
 )
 def test_wrong_arguments_are_usage_errors(arguments, message):
     with pytest.raises(gw.UsageError, match=message):

@@ -2,8 +2,6 @@
 seconds to import torch.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The launcher's loop on real processes: what is shown of their output, and of the run."""
 
-from __future__ import annotations
-
 import os
 import re
 

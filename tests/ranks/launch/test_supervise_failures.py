@@ -1,7 +1,5 @@
 """The launcher's loop when ranks fail: how the others end, and what is reported."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -184,11 +182,7 @@ raise NonFiniteGradient("", rank=2, parameter="a")
     assert saved is not None
     assert f"gradwire run: {saved.text}" == last
     assert (code, saved.failed, saved.signal) == (1, 2, None)
-    assert {one.rank: (one.status, one.stopped) for one in saved.ranks} == {
-        0: (-15, True),
-        1: (1, True),
-        2: (1, False),
-    }
+    assert {one.rank: (one.status, one.stopped) for one in saved.ranks} == {0: (-15, True), 1: (1, True), 2: (1, False)}
 
 
 def test_a_run_that_ends_well_is_saved_too(launch, tmp_path):

@@ -1,7 +1,5 @@
 """The launcher's loop and signals; and that no process outlives the launcher."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The hang report in the text of an error."""
 
-from __future__ import annotations
-
 import os
 import time
 import warnings

@@ -1,7 +1,5 @@
 """Hangs of ranks that are processes, and the state of a process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Identities in records: the same on all ranks of a group, and no other group's, whatever its name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What processes record of themselves, also those that fork or are killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

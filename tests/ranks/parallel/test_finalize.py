@@ -1,7 +1,5 @@
 """torch 2.15's additions to DDP: manual finalization of backward, and buckets that are allocated during backward only."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace

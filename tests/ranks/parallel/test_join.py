@@ -1,7 +1,5 @@
 """Uneven inputs, and what else needs torch.distributed itself: copies, pickles, the default group."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

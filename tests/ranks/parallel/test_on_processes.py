@@ -1,10 +1,10 @@
 """Training on ranks that are processes."""
 
-from __future__ import annotations
-
 import copy
+import io
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire import DivergenceCheck
-from gradwire.errors import (
-    NonFiniteGradient,
-    Origin,
-    ReplicasDiverged,
-)
+from gradwire.collectives import Layout
+from gradwire.errors import HookError, NonFiniteGradient, Origin, ReplicasDiverged
 from gradwire.groups import Group
 from gradwire.hooks import (
     cast,
@@ -25,18 +22,22 @@ from gradwire.hooks import (
     diloco,
     error_feedback,
     gossip,
+    hierarchical,
     mean,
     quantize,
     streaming_diloco,
+    top_k,
 )
 from gradwire.interop import as_torch_hook
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import broadcast_coalesced, replicate
 from gradwire.policies import Divergence, NonFinite
-from gradwire.testing import run_ranks
+from gradwire.testing import run_ranks, simulate
+from helpers import models
 from helpers.growth import assert_nothing_grew, grown, small
 from helpers.outer_training import NET, flat, loss_on, train
 from helpers.poisoned_model import Model, inputs
+from helpers.two_hosts import HALF, bucket, gradients, reduce_on, two_hosts
 
 
 def test_channels_last_weights_over_gloo() -> None:
@@ -209,7 +210,7 @@ def test_outer_steps_between_processes(kind: str) -> None:
             torch.testing.assert_close(a, b)
 
 
-def test_the_same_under_torchs_own_ddp(torch_world: Callable[..., Any]) -> None:
+def test_outer_steps_under_torchs_own_ddp(torch_world: Callable[..., Any]) -> None:
     hooks = [diloco(every=2), gossip()]
 
     def rank_main(group: Group) -> list[tuple[Tensor, Tensor]]:
@@ -240,3 +241,120 @@ def test_the_same_under_torchs_own_ddp(torch_world: Callable[..., Any]) -> None:
 def test_hundreds_of_steps_over_gloo_leave_nothing_behind() -> None:
     for more in run_ranks(lambda group: grown(lambda: small(group)), 2, kind="gloo"):
         assert_nothing_grew(more)
+
+
+SMALL = 0.0001
+
+
+HOOK = chain(error_feedback(), cast(torch.bfloat16), mean())
+
+
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    SMALL_NET = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def descend(model: nn.Module, rank: int, steps: range) -> Tensor:
+    for step in steps:
+        model.zero_grad()
+        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+        model(inputs).pow(2).sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.05 * p.grad  # type: ignore[operator]
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def through_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_hook_state_under_torchs_own_ddp(torch_world: Callable[..., Any]) -> None:
+    def rank_main(group: Group) -> tuple[Tensor, Tensor]:
+        def make() -> tuple[Any, Any]:
+            model = TorchDDP(copy.deepcopy(SMALL_NET), bucket_cap_mb=SMALL)
+            hook = as_torch_hook(HOOK, group, named_parameters=model.module.named_parameters())
+            model.register_comm_hook(None, hook)
+            return model, hook
+
+        with torch_world(group, "gloo"):
+            whole, hook = make()
+            descend(whole, group.rank, range(4))
+            state = through_file({"model": whole.state_dict(), "hook": hook.hook_state_dict()})
+            assert state["hook"]["step"] == 4
+            assert sorted(state["hook"]["state"]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+            expected = descend(whole, group.rank, range(4, 7))
+            other, again = make()
+            other.load_state_dict(state["model"])
+            again.load_hook_state_dict(state["hook"])
+            with pytest.raises(HookError, match=r"and the model now has mean\(\)"):
+                as_torch_hook(mean(), group).load_hook_state_dict(state["hook"])
+            resumed = descend(other, group.rank, range(4, 7))
+            del whole, other, hook, again
+        return expected, resumed
+
+    for expected, resumed in run_ranks(rank_main, 2, kind="gloo"):
+        assert torch.equal(expected, resumed)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_keeps_mixed_precision_hook_state_and_weight(torch_world: Callable[..., Any], how: str) -> None:
+    def rank_main(group: Group) -> None:
+        with torch_world(group, "gloo"):
+            ddp = DDP(
+                models.mlp(), mixed_precision=SimpleNamespace(param_dtype=BF16, reduce_dtype=FP32, buffer_dtype=None)
+            )
+            ddp.set_hook(chain(error_feedback(), top_k(ratio=0.1)))
+            ddp.replica.weight = 3.0
+
+            def step(model: DDP, number: int) -> list[Tensor]:
+                model.zero_grad()
+                output = model(models.inputs(group.rank, number))
+                assert output.dtype == BF16
+                output.float().pow(2).sum().backward()
+                assert {t.dtype for t in model.state_dict().values()} == {FP32}
+                return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+            for number in range(3):
+                step(ddp, number)
+            if group.rank == 0:  # it takes no other rank
+                duplicate(ddp, how)
+            copied = duplicate(ddp, how)
+            assert copied.replica.weight == 3.0
+            assert repr(copied.replica.hook) == repr(ddp.replica.hook)
+            assert copied.hook_state_dict()["step"] == 3
+            for number in range(3, 6):
+                for a, b in zip(step(ddp, number), step(copied, number), strict=True):
+                    assert torch.equal(a, b)
+
+    run_ranks(rank_main, 2, kind="gloo")
+
+
+def duplicate(ddp: DDP, how: str) -> DDP:
+    if how == "deepcopy":
+        return copy.deepcopy(ddp)
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("hosts", [((0, 1), (2, 3)), ((0, 1, 2), (3,))], ids=["2 + 2", "3 + 1"])
+@pytest.mark.parametrize("kind", ["threads", "shared memory"])
+def test_a_group_computes_what_the_simulation_computes(hosts: Any, kind: str) -> None:
+    brought = [g.float() for g in gradients(4, 34)]
+    hook = hierarchical(across=HALF)
+    expected = simulate(hook, brought, spec=bucket((17, 2)), hosts=hosts, donated=True).reduced[0].value
+
+    def rank_main(world: Group) -> Tensor:
+        with two_hosts(world, Layout(hosts)) as group:
+            return reduce_on(group, hook, brought[world.rank].clone())
+
+    for value in run_ranks(rank_main, 4, kind=kind.replace(" ", "_")):
+        torch.testing.assert_close(value, expected)

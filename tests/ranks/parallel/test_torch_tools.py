@@ -1,7 +1,5 @@
 """Our class where torch's own tools check for torch's DDP: checkpoints, pipelines, Join, ZeRO, torch.compile."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Ranks are processes here: warnings are caught for a whole process.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings

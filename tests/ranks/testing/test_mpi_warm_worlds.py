@@ -1,7 +1,5 @@
 """`run_ranks(kind="mpi")`: warm worlds of mpirun, what becomes of them when a rank fails, and that nothing is left of them."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

@@ -1,7 +1,5 @@
 """run_ranks, and the warm pool under it: results, failures, deaths, time-outs, and what is sent how."""
 
-from __future__ import annotations
-
 import _thread
 import importlib.util
 import json

@@ -144,9 +144,7 @@ def test_after_node(outcomes: Any, hook: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["on_grad", "before_node", "after_node"])
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [(2.0, 3.0), (2.0, None), (None, 3.0), ("same", 3.0), (2.0, "same")],
-    ids=str,
+    ("first", "second"), [(2.0, 3.0), (2.0, None), (None, 3.0), ("same", 3.0), (2.0, "same")], ids=str
 )
 def test_two_hooks_in_order(outcomes: Any, kind: str, first: Any, second: Any) -> None:
     """What one returns is what the next sees: (g * first) + second, not the other way round."""

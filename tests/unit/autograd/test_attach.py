@@ -379,9 +379,7 @@ def hooked(api: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "duplicate",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-    ids=["deepcopy", "pickle"],
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
 )
 def test_copies_of_a_module_have_no_hooks(api: Any, duplicate: Any) -> None:
     twin = duplicate(hooked(api))

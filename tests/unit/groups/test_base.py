@@ -14,7 +14,6 @@ import torch
 from gradwire.collectives import Collective, build
 from gradwire.errors import ClosedError, CollectiveTimeout, GroupAborted, HookError, UsageError
 from gradwire.groups import Group, Work
-from gradwire.groups.ledger import Arrivals
 
 
 class ByHand(Group):
@@ -91,26 +90,6 @@ def test_an_operation_begun_while_the_group_is_aborted_fails() -> None:
     group.close()
 
 
-def test_the_watchdog_runs_when_something_is_in_flight(group: ByHand) -> None:
-    told = threading.Event()
-    work = group.submit(build.barrier(label="slow").within(0.05))
-    work.add_done_callback(lambda work: told.set())
-    assert told.wait(100)
-    assert isinstance(work.exception(), CollectiveTimeout)
-
-
-def test_arrivals_goes_into_the_timeout() -> None:
-    class Knows(ByHand):
-        def arrivals(self, work: Work) -> Arrivals | None:
-            return Arrivals((0,), (1, 2))
-
-    group = Knows(0, 3)
-    with pytest.raises(CollectiveTimeout) as caught:
-        group.submit(build.barrier()).wait(0.0)
-    assert caught.value.missing == (1, 2)
-    group.close(timeout=0.0)
-
-
 # -- completion hooks through the group ----------------------------------------------------------------------------------
 
 
@@ -132,20 +111,6 @@ def test_a_hooks_error_does_not_refuse_a_submit_and_comes_out_of_the_wait(group:
     assert work.wait()
 
 
-def test_a_hooks_error_nobody_saw_comes_out_of_close() -> None:
-    group = ByHand(0, 1)
-
-    def bad(info: object) -> None:
-        raise KeyError("boom")
-
-    group.on_completion(bad)
-    group.submit(build.barrier()).finish()
-    with pytest.raises(HookError, match="boom"):
-        group.close()
-    assert group.closed
-    group.close()
-
-
 # -- splitting -----------------------------------------------------------------------------------------------------------
 
 
@@ -164,30 +129,6 @@ class Splits(ByHand):
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
         return ByHand(ranks.index(self.rank), len(ranks), name=f"{name}:{ranks}")
-
-
-@pytest.mark.parametrize(
-    ("rank", "table", "name", "place"),
-    [
-        (0, [(0, 0), (1, 1), (0, 2), (1, 3)], "Splits/0.0:[0, 2]", 0),
-        (3, [(0, 0), (1, 1), (0, 2), (1, 3)], "Splits/0.1:[1, 3]", 1),
-        (1, [(5, 9), (5, 3), (5, 9)], "Splits/0.5:[1, 0, 2]", 0),
-        (0, [(5, -1), (5, -3), (-1, 0)], "Splits/0.5:[1, 0]", 1),
-    ],
-)
-def test_split_orders_members_by_key_then_rank(rank: int, table: list[tuple[int, int]], name: str, place: int) -> None:
-    group = Splits(rank, table)
-    sub = group.split(*table[rank])
-    assert sub is not None
-    assert (sub.name, sub.rank) == (name, place)
-    sub.close()
-    group.close()
-
-
-def test_split_by_none_joins_nothing() -> None:
-    group = Splits(0, [(-1, 0), (0, 1)])
-    assert group.split(None) is None
-    group.close()
 
 
 def test_a_refused_split_does_not_put_the_names_of_later_ones_out_of_step() -> None:
@@ -213,27 +154,7 @@ def test_a_group_that_makes_no_subgroups_says_what_to_override(group: ByHand) ->
         group.subgroup([0], name="x")
 
 
-def test_allocate_by_default_is_plain_memory(group: ByHand) -> None:
-    t = group.allocate(5, dtype=torch.int16)
-    assert (t.shape, t.dtype, t.device.type) == (torch.Size([5]), torch.int16, "cpu")
-    assert group.allocate(0).dtype is torch.float32
-
-
 # -- endings -------------------------------------------------------------------------------------------------------------
-
-
-def test_abort_fails_what_is_in_flight_and_what_comes_later() -> None:
-    group = ByHand(0, 2)
-    work = group.submit(build.barrier())
-    group.abort("enough")
-    group.abort("more than enough")
-    assert isinstance(work.exception(), GroupAborted)
-    with pytest.raises(GroupAborted, match="enough") as caught:
-        group.submit(build.barrier())
-    assert caught.value.reason == "enough"
-    assert repr(group) == "<ByHand rank 0 of 2, failed>"
-    group.close()
-    assert repr(group) == "<ByHand rank 0 of 2, closed>"
 
 
 def test_the_first_failure_stays() -> None:

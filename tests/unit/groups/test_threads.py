@@ -15,7 +15,6 @@ import torch
 
 from gradwire.collectives import ReduceOp, build
 from gradwire.errors import (
-    ClosedError,
     CollectiveMismatch,
     CollectiveTimeout,
     GroupAborted,
@@ -68,19 +67,6 @@ def test_the_same_bits_whatever_the_order_of_arrival() -> None:
     close(*world)
 
 
-def test_the_same_bits_with_threads_that_race() -> None:
-    def reduce(group: ThreadGroup) -> set[bytes]:
-        found = set()
-        for _ in range(20):
-            t = torch.randn(500, generator=torch.Generator().manual_seed(group.rank))
-            group.all_reduce(t)
-            found.add(t.numpy().tobytes())
-        return found
-
-    found = run_ranks(reduce, 4)
-    assert len(set().union(*found)) == 1
-
-
 def test_64_ranks_start_and_reduce_in_a_second_of_cpu_time() -> None:
     def attempt() -> float:
         began = time.process_time()
@@ -114,17 +100,6 @@ def test_one_watchdog_for_all_ranks_ends_with_the_last() -> None:
 def test_a_world_has_at_least_one_rank() -> None:
     with pytest.raises(UsageError, match="at least one"):
         ThreadGroup.world(0)
-
-
-def test_ranks_run_in_one_thread_if_they_do_not_wait() -> None:
-    a, b = ThreadGroup.world(2)
-    x, y = torch.tensor([1.0]), torch.tensor([2.0])
-    work = a.all_reduce(x, async_op=True)
-    assert not work.is_completed()
-    b.all_reduce(y)
-    assert work.is_completed()
-    assert (x.item(), y.item()) == (3.0, 3.0)
-    close(a, b)
 
 
 # -- ranks that do not agree ---------------------------------------------------------------------------------------------
@@ -312,17 +287,6 @@ def test_what_all_ranks_have_joined_is_done_even_if_the_first_that_learns_of_it_
     close(early, late)
 
 
-def test_closing_with_an_operation_in_flight() -> None:
-    a, b = ThreadGroup.world(2)
-    work = a.barrier(async_op=True)
-    a.close(timeout=0.02)
-    with pytest.raises(ClosedError):
-        work.wait()
-    with pytest.raises(GroupError):
-        b.barrier()
-    close(b)
-
-
 # -- many threads --------------------------------------------------------------------------------------------------------
 
 
@@ -348,33 +312,6 @@ def test_messages_between_many_threads_arrive_once_each() -> None:
     for rank, received in enumerate(run_ranks(everybody, size)):
         for peer in set(range(size)) - {rank}:
             assert [value for source, value in received if source == peer] == [100.0 * peer + i for i in range(count)]
-
-
-def test_waiters_in_many_threads_on_every_rank() -> None:
-    world = ThreadGroup.world(4)
-    works = [group.barrier(async_op=True) for group in world[:3]]
-    calls = [work.wait for work in works for _ in range(8)]
-    calls.append(lambda: world[3].barrier().wait())
-    assert in_threads(calls) == [True] * 25
-    close(*world)
-
-
-def test_subgroups_of_different_splits_do_not_meet() -> None:
-    def ranks(group: ThreadGroup) -> tuple[int, int]:
-        first, second = group.split(group.rank % 2), group.split(group.rank % 2)
-        assert first is not None
-        assert second is not None
-        a, b = torch.tensor([1]), torch.tensor([10])
-        works = [second.all_reduce(b, async_op=True), first.all_reduce(a, async_op=True)]
-        if group.rank < 2:
-            works.reverse()
-        for work in works:
-            work.wait()
-        first.close()
-        second.close()
-        return int(a), int(b)
-
-    assert run_ranks(ranks, 4) == [(2, 20)] * 4
 
 
 @pytest.mark.parametrize("end", [Group.close, lambda group: None], ids=["closed", "dropped"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gradwire.collectives import Collective, build
-from gradwire.errors import CollectiveTimeout, GroupAborted, HookError, UsageError
+from gradwire.errors import CollectiveTimeout, GroupAborted, UsageError
 from gradwire.groups import ThreadGroup
 from gradwire.groups.ledger import Arrivals, Ledger
 from gradwire.groups.work import Work, seconds
@@ -75,12 +75,6 @@ def test_of_many_settlers_one_wins_and_is_reported_once() -> None:
     assert len(seen) == 1
 
 
-def test_wait_returns_again_and_again() -> None:
-    work = make()
-    work.finish()
-    assert [work.wait(), work.wait(0.0), work.wait(timedelta(seconds=1)), work.wait(-1)] == [True] * 4
-
-
 def test_wait_raises_the_same_error_again_and_again() -> None:
     work, error = make(), GroupAborted("the end", reason="because")
     work.fail(error)
@@ -122,18 +116,6 @@ def test_errors_that_are_raised_often_hold_no_frames() -> None:
     group.close()
 
 
-def test_waiters_in_threads_all_wake() -> None:
-    work = make()
-    answers: list[bool] = []
-    threads = [threading.Thread(target=lambda: answers.append(work.wait())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    work.finish()
-    for thread in threads:
-        thread.join(100)
-    assert answers == [True] * 4
-
-
 @pytest.mark.parametrize("limit", [0, 0.0, 0.01, -1, -5.0, timedelta(milliseconds=10)])
 def test_a_wait_that_times_out_leaves_the_operation_alone(limit: float | timedelta) -> None:
     work = make()
@@ -153,16 +135,6 @@ def test_a_zero_timedelta_means_none_given() -> None:
     assert seconds(timedelta(seconds=2)) == 2.0
     assert seconds(3) == 3.0
     assert seconds(0) == 0.0
-
-
-def test_the_deadline_fails_the_operation_itself() -> None:
-    work = make(timeout=0.02)
-    with pytest.raises(CollectiveTimeout) as caught:
-        work.wait()
-    kept = work.exception()
-    assert isinstance(kept, CollectiveTimeout)
-    assert (str(kept), kept.op) == (str(caught.value), caught.value.op)
-    assert not work.finish()
 
 
 def test_a_wait_longer_than_the_deadline_ends_at_the_deadline() -> None:
@@ -190,37 +162,6 @@ def test_a_timeout_names_the_missing_where_known() -> None:
     assert (caught.value.joined, caught.value.missing) == ((0, 1), (2,))
 
 
-def test_what_it_tells_in_flight_and_afterwards() -> None:
-    work = make()
-    assert (work.is_completed(), work.is_success(), work.exception(), work.duration) == (False, False, None, None)
-    assert "in flight for" in repr(work)
-    assert work.info.finished >= work.info.started
-    work.finish()
-    assert (work.is_completed(), work.is_success()) == (True, True)
-    assert work.duration is not None
-    assert work.duration >= 0
-    info = work.info
-    assert (info.op, info.group, info.rank, info.seq, info.bytes) == (work.op.signature, "some group", 1, 0, 8)
-    assert (info.kind, info.label, info.error, info.duration) == ("all_reduce", "loss", None, work.duration)
-    assert repr(work).startswith(
-        "<Work #0 all_reduce(float32[2], SUM, label='loss') on rank 1 of some group: finished in"
-    )
-
-
-def test_repr_of_a_failure() -> None:
-    work = make()
-    work.fail(GroupAborted("x"))
-    assert repr(work).endswith("failed: GroupAborted>")
-    assert isinstance(work.info.error, GroupAborted)
-
-
-def test_result_is_the_outputs() -> None:
-    t = torch.ones(2)
-    work = make(build.all_reduce(t))
-    work.finish()
-    assert work.result()[0] is t
-
-
 def test_source_rank() -> None:
     t = torch.ones(2)
     assert make(build.recv(t, src=2)).source_rank() == 2
@@ -235,23 +176,6 @@ def test_source_rank() -> None:
 
 
 # -- futures and callbacks -----------------------------------------------------------------------------------------------
-
-
-def test_a_future_taken_early_and_one_taken_late() -> None:
-    t = torch.ones(2)
-    work = make(build.all_reduce(t))
-    early = work.get_future()
-    assert not early.done()
-    chained = early.then(lambda future: future.value()[0] * 3)
-    t.add_(1)
-    work.finish()
-    assert early.wait()[0] is t
-    assert chained.wait().tolist() == [6.0, 6.0]
-    assert work.get_future() is early
-
-    done = make()
-    done.finish()
-    assert done.get_future().done()
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -297,25 +221,6 @@ def test_a_done_callback_that_raises_does_not_stop_who_settles() -> None:
     assert work.finish()
     assert calls == [work]
     assert [str(error) for error in work.ledger.events.errors] == ["bad callback"]
-
-
-def test_listeners_are_told_before_waiters_wake() -> None:
-    ledger = Ledger(name="some group", rank=0, size=1)
-    work = make(ledger=ledger)
-    told: list[bool] = []
-    ledger.events.listen(lambda event: told.append(work._latch.locked()))
-    work.finish()
-    assert told == [True]
-    assert work.wait()
-
-
-def test_a_hooks_error_comes_out_of_wait_once_and_leaves_the_operation_alone() -> None:
-    work = make()
-    work.finish()
-    work.ledger.hook_errors.append(HookError("a hook raised", hook="h"))
-    with pytest.raises(HookError, match="a hook raised"):
-        work.wait()
-    assert work.wait()
 
 
 def test_an_error_of_a_users_own_code_shows_the_line_that_raised_it() -> None:

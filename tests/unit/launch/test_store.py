@@ -74,8 +74,7 @@ def opened():
 
 
 @pytest.mark.parametrize(
-    ("host", "expected"),
-    [("127.0.0.1", "0100007F"), ("::1", "00000000000000000000000001000000"), ("localhost", None)],
+    ("host", "expected"), [("127.0.0.1", "0100007F"), ("::1", "00000000000000000000000001000000"), ("localhost", None)]
 )
 def test_on_one_host_rank_0_hosts_on_the_loopback_alone(host, expected, opened):
     port = free_port()
@@ -107,10 +106,7 @@ def test_on_one_host_ranks_move_to_a_private_store(local_size, opened):
 
 
 def test_a_private_store_of_another_job_is_refused(opened):
-    hosted, world_0, world_1 = (
-        host_store(),
-        *(world(rank, port=0, hosted=True, local_size=2) for rank in range(2)),
-    )
+    hosted, world_0, world_1 = (host_store(), *(world(rank, port=0, hosted=True, local_size=2) for rank in range(2)))
     world_0, world_1 = (replace(each, store=Address("127.0.0.1", hosted.port)) for each in (world_0, world_1))
     other = host_store()
     stranger = opened(replace(world_0, store=Address("127.0.0.1", other.port)), timeout=5)

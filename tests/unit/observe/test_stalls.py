@@ -35,8 +35,7 @@ def rank(record):
 
 
 @pytest.mark.parametrize(
-    ("now", "deadline", "idle"),
-    [(19, 5.0, None), (21, 5.0, 11.0), (21, 12.0, None), (10, 0.0, None)],
+    ("now", "deadline", "idle"), [(19, 5.0, None), (21, 5.0, 11.0), (21, 12.0, None), (10, 0.0, None)]
 )
 def test_ranks_are_idle_after_ten_steps_time(rank, now, deadline, idle):
     assert idle_seconds([rank(0), rank(1, end=9)], now * S, deadline=deadline) == idle

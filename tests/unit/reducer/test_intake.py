@@ -221,10 +221,7 @@ class _Result:
 
 @pytest.mark.parametrize(
     ("wrap", "look", "few_call"),
-    [
-        (lambda t: {"a": [t], "b": None}, lambda found: found["a"][0], True),
-        (_Result, lambda found: found.value, False),
-    ],
+    [(lambda t: {"a": [t], "b": None}, lambda found: found["a"][0], True), (_Result, lambda found: found.value, False)],
     ids=["nested", "hidden"],
 )
 def test_what_can_be_found_in_an_output(group: Group, wrap: Any, look: Any, few_call: bool) -> None:

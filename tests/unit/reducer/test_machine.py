@@ -246,12 +246,7 @@ def test_any_order_launches_every_bucket_once_in_index_order(
     st.frozensets(st.integers(0, 5), max_size=2),
 )
 def test_gradients_told_of_together_count_as_each_alone(
-    dealt: list[int],
-    arrival: list[int],
-    cuts: list[int],
-    static: bool,
-    again: frozenset[int],
-    unused: frozenset[int],
+    dealt: list[int], arrival: list[int], cuts: list[int], static: bool, again: frozenset[int], unused: frozenset[int]
 ) -> None:
     edges = [0, *sorted(cuts), 6]
     members = [dealt[i:j] for i, j in pairwise(edges) if j > i]

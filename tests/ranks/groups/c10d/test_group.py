@@ -1,7 +1,5 @@
 """`C10dGroup` between processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -10,10 +8,7 @@ import pytest
 import torch
 
 from gradwire.collectives import build
-from gradwire.errors import (
-    GroupAborted,
-    PeerLost,
-)
+from gradwire.errors import GroupAborted, PeerLost
 from gradwire.groups import Group
 from gradwire.runtime.host import process_start
 from gradwire.testing import run_ranks

@@ -1,7 +1,5 @@
 """Large exchanges over gloo in pieces: the same bytes, in any order of waiting, and errors as without."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`HierarchicalGroup` between processes on two nominal hosts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -111,18 +109,3 @@ def test_a_time_out_names_the_rank_on_the_other_host() -> None:
     for joined, missing, text in run_ranks(wait, 4, kind="hierarchical")[:3]:
         assert (joined, missing) == ((0, 1, 2), (3,))
         assert "patience" in text
-
-
-def test_operations_from_two_threads_keep_their_order() -> None:
-    """One rank runs its operation itself while another waits behind it on the lane."""
-
-    def run(group: Group) -> list[float]:
-        totals = [torch.full((2000,), float(i)) for i in range(6)]
-        works = [group.all_reduce(t, async_op=True) for t in totals[:3]]
-        for t in totals[3:]:
-            group.all_reduce(t)
-        for work in works:
-            work.wait()
-        return [t[0].item() for t in totals]
-
-    assert run_ranks(run, 4, kind="hierarchical") == [[4.0 * i for i in range(6)]] * 4

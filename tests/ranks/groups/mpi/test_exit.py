@@ -1,7 +1,5 @@
 """How programs under mpirun end: with the right exit code, promptly, with nothing left behind, and never not at all."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A rank warns once that its gradients on a GPU are copied through the host."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Too little shared memory, as in a container with docker's 64 MiB of /dev/shm: slower, with one warning, and correct."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Waiting for other processes, with futexes and by polling."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -13,14 +13,7 @@ import torch.distributed as dist
 
 from gradwire import observe
 from gradwire.collectives import ReduceOp, build
-from gradwire.errors import (
-    ClosedError,
-    CollectiveTimeout,
-    GradwireError,
-    GroupError,
-    PeerLost,
-    UsageError,
-)
+from gradwire.errors import ClosedError, CollectiveTimeout, GradwireError, GroupError, PeerLost, UsageError
 from gradwire.groups import C10dGroup, ThreadGroup
 from gradwire.groups.c10d.capabilities import find_engine
 from gradwire.groups.c10d.engine import GLOO, NCCL
@@ -195,15 +188,6 @@ def test_only_a_process_group_will_do():
 
 
 # -- recovery ------------------------------------------------------------------------------------------------------------
-
-
-def test_recovery_needs_every_rank():
-    a, b = ThreadGroup.world(2, timeout=0.2)
-    a.abort("no reason")
-    with pytest.raises(CollectiveTimeout, match="ranks .1. have not called recover"):
-        a.recover()
-    a.close()
-    b.close()
 
 
 def test_a_process_groups_own_time_out_is_kept() -> None:

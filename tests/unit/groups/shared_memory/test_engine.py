@@ -13,14 +13,7 @@ import pytest
 import torch
 
 from gradwire.collectives import ReduceOp, build
-from gradwire.errors import (
-    ClosedError,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    GroupAborted,
-    GroupError,
-    PeerLost,
-)
+from gradwire.errors import ClosedError, CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
 from gradwire.groups.shared_memory import board
 from gradwire.groups.shared_memory.board import LEFT
 from gradwire.groups.shared_memory.engine import _Current
