@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from gradwire.cli import run as run_command
-from gradwire.launch.process import BECOME
 
 _PR_SET_PDEATHSIG = 1
 _FIRST = 3
@@ -74,8 +73,6 @@ def _take_streams(stdin: int, stdout: int, stderr: int, kept: Sequence[int]) -> 
 
 def _become(args: list[str], env: Mapping[str, str] | None) -> NoReturn:
     """Run the program, and exit as an interpreter does."""
-    if BECOME in args:  # what asks for a signal when the launcher ends, before it executes the rest
-        args = args[args.index(BECOME) + 2 :]
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

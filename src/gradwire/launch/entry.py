@@ -64,55 +64,58 @@ def init(
     meeting = min(MEETING_TIMEOUT, timeout)
     if meeting_timeout is not None:
         meeting = timeout_seconds(f"gw.init(meeting_timeout={meeting_timeout!r})", meeting_timeout)
+    memory = _memory(kind, directory, room)
+    with WORLD.lock:
+        known = WORLD.get()
+        if known is None:
+            return _join(find_world(os.environ), kind, name, memory, timeout=timeout, meeting=meeting)
+        if kind not in (AUTO, WORLD.kind):
+            raise UsageError(
+                f"gw.init(kind={kind!r}): this process has already joined its world, with kind {WORLD.kind!r}. Close that group "
+                "first, on all ranks, or make an additional group over your own store."
+            )
+        return known
+
+
+def _memory(kind: str, directory: str | None, room: int | None) -> SharedMemory:
     asked = None if kind == AUTO else find_kind(kind, who=f"gw.init(kind={kind!r})", also=(AUTO,))
     if (directory is not None or room is not None) and asked is not None and not asked.shares_memory:
         raise UsageError(
             f"gw.init(kind={kind!r}, directory={directory!r}, room={room!r}): this kind has no shared memory. Omit directory and "
             f"room, or choose {' or '.join(sorted(other.name for other in registered_kinds() if other.shares_memory))}."
         )
-    memory = SharedMemory.read(os.environ, directory=directory, room=room)
-    with WORLD.lock:
-        known = WORLD.get()
-        if known is not None:
-            _check_same(kind)
-            return known
-        world = find_world(os.environ)
-        start_recorder(world, "gw.init()")
-        set_default_checks(read_checks(os.environ))
-        store = open_store(world, timeout=meeting, meeting=WORLD.met)
-        try:
-            ours = PrefixStore(f"gradwire/world/{WORLD.met}", store)
-            agreed = _agree(ours, world, kind, meeting)
-            found = find_kind(agreed, who=f"gw.init() on {world}, where rank 0 has chosen kind {agreed!r}")
-            options = memory.options if found.shares_memory else {}
-            meet = PrefixStore(agreed, ours)
-            built = found.build(meet, world.rank, world.size, timeout=meeting, name=name, **options)
-            group = check_built(built, found, who=f"gw.init() on {world}")
-            group.set_timeout(timeout)
-        except BaseException:
-            release(store)
-            raise
-        atexit.unregister(leave)
-        atexit.register(leave)  # after the group's finalizers are created, so that it runs before them
-        # An earlier group was closed on all ranks, or they would not be here; its store is released only now, because rank 0
-        # may host both at one address.
-        leaving = functools.partial(_leave, group, world, store)
-        WORLD.put(group, kind=agreed, leave=leaving, release=functools.partial(release, store))
-        return group
+    return SharedMemory.read(os.environ, directory=directory, room=room)
+
+
+def _join(world: World, kind: str, name: str, memory: SharedMemory, *, timeout: float, meeting: float) -> Group:
+    start_recorder(world, "gw.init()")
+    set_default_checks(read_checks(os.environ))
+    store = open_store(world, timeout=meeting, meeting=WORLD.met)
+    try:
+        ours = PrefixStore(f"gradwire/world/{WORLD.met}", store)
+        agreed = _agree(ours, world, kind, meeting)
+        found = find_kind(agreed, who=f"gw.init() on {world}, where rank 0 has chosen kind {agreed!r}")
+        options = memory.options if found.shares_memory else {}
+        meet = PrefixStore(agreed, ours)
+        built = found.build(meet, world.rank, world.size, timeout=meeting, name=name, **options)
+        group = check_built(built, found, who=f"gw.init() on {world}")
+        group.set_timeout(timeout)
+    except BaseException:
+        release(store)
+        raise
+    atexit.unregister(leave)
+    atexit.register(leave)  # after the group's finalizers are created, so that it runs before them
+    # An earlier group was closed on all ranks, or they would not be here; its store is released only now, because rank 0
+    # may host both at one address.
+    leaving = functools.partial(_leave, group, world, store)
+    WORLD.put(group, kind=agreed, leave=leaving, release=functools.partial(release, store))
+    return group
 
 
 def leave() -> None:
     """Close the group of `init` and release the store, now instead of at program exit. May be called again."""
     with WORLD.lock:
         WORLD.leave()
-
-
-def _check_same(kind: str) -> None:
-    if kind not in (AUTO, WORLD.kind):
-        raise UsageError(
-            f"gw.init(kind={kind!r}): this process has already joined its world, with kind {WORLD.kind!r}. Close that group "
-            "first, on all ranks, or make an additional group over your own store."
-        )
 
 
 def _agree(store: Store, world: World, kind: str, timeout: float) -> str:
@@ -123,7 +126,9 @@ def _agree(store: Store, world: World, kind: str, timeout: float) -> str:
     calls = bounded(store, timeout, f"gw.init() on {world}")
     if world.rank == 0:
         calls.set("kind", mine)
-    calls.add("ranks with a GPU", int(kind == AUTO and has_own_gpu(world)))
+    # Whether this rank's host has NCCL and a CUDA device for each of its ranks; the program chooses which one a rank uses.
+    nccl = dist.is_nccl_available() and torch.cuda.is_available() and world.local_size is not None
+    calls.add("ranks with a GPU", int(kind == AUTO and nccl and torch.cuda.device_count() >= (world.local_size or 0)))
     arrive(store, world, timeout=timeout)
     WORLD.met += 1  # before anything can fail: every rank counts this meeting, and the next attempt uses other keys
     agreed: str = calls.get("kind").decode()
@@ -134,12 +139,6 @@ def _agree(store: Store, world: World, kind: str, timeout: float) -> str:
             f"gw.init(kind={kind!r}) on {world}: rank 0 has {agreed!r}. Every rank must pass the same kind, or none."
         )
     return agreed
-
-
-def has_own_gpu(world: World) -> bool:
-    """Whether this rank's host has NCCL and a CUDA device for each of its ranks. The program chooses which one a rank uses."""
-    available = dist.is_nccl_available() and torch.cuda.is_available()
-    return available and world.local_size is not None and torch.cuda.device_count() >= world.local_size
 
 
 def _leave(group: Group, world: World, store: Store) -> None:

@@ -1,7 +1,7 @@
 """`supervise`: start the ranks of a run, show their output, forward signals, end them all, and report the outcome.
 
-One thread and one loop: pipes, ended processes and signals all wake the same `select`. `shutdown.py` decides what to do, and
-`first_failure.py` what to report.
+One thread and one loop: pipes, ended processes and signals all wake the same `select`. `shutdown.py` decides what to do, and what to
+report.
 
 Note [When everything has been read]
 After a rank's end its pipe is read until it is empty, not until it is closed: a process that the rank started may hold it open. At
@@ -30,10 +30,9 @@ from typing import BinaryIO
 
 from gradwire.errors import UsageError
 from gradwire.launch.display import Display, Picture
-from gradwire.launch.first_failure import Ending, described
-from gradwire.launch.process import RankProcess
+from gradwire.launch.process import RankProcess, exit_status
 from gradwire.launch.screen import RankStream, Screen
-from gradwire.launch.shutdown import Shutdown, outcome, report
+from gradwire.launch.shutdown import Ending, Shutdown, described, outcome, report
 from gradwire.launch.store_host import StoreHost
 from gradwire.observe.hangs.hang_watch import HangWatch
 from gradwire.observe.monitor import RunMonitor
@@ -44,9 +43,7 @@ from gradwire.runtime.rank_error import MAIN, THREAD, RankError
 COMPANIONS = 1.0
 _READABLE = selectors.EVENT_READ
 _CHUNK = 1 << 16
-_PASSED_ON = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGWINCH")
-)
+_PASSED_ON = [signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "WINCH")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +59,24 @@ class LaunchSpec:
     prefix: bool = True
     """Whether each line is prefixed with its rank."""
     log_dir: Path | None = None
-    """A directory for one additional log file per rank."""
     store: StoreHost | None = None
     """The store for ranks that call torch's `init_process_group`; the run ends with it."""
     directory: Path | None = None
-    """Where ranks record, if they do."""
+    """Where ranks record, if they do; `watch` and `monitor` read it."""
     errors: Path | None = None
     """Where ranks save the exceptions that end them: see `run_script.py`."""
     watch: HangWatch | None = None
-    """Looks for hangs, if ranks are recorded."""
     monitor: RunMonitor | None = None
-    """Looks for stragglers and has the figures of the run, if ranks are recorded."""
     picture: Picture | None = None
     """Draws what the monitor has on a terminal, below the output of the ranks."""
     popen: type[subprocess.Popen[bytes]] = subprocess.Popen
-    """How processes of ranks are started."""
 
 
 def supervise(run: LaunchSpec) -> int:
     """Run all ranks until they end and return the exit code."""
-    with _Supervisor(run) as supervisor:
+    with ExitStack() as stack:
+        supervisor = _Supervisor(run)
+        supervisor.start(stack)
         return supervisor.run()
 
 
@@ -96,32 +91,19 @@ class _Supervisor:
         self._streams: dict[int, tuple[RankStream, RankStream]] = {}
         self._signals: list[signal.Signals] = []
         self._interrupts = 0
-        self._stack = ExitStack()
 
-    def __enter__(self) -> _Supervisor:
-        with self._stack:  # undone if starting fails halfway
-            self._selector = self._stack.enter_context(selectors.DefaultSelector())
-            if threading.current_thread() is threading.main_thread():
-                woken = self._stack.enter_context(_passing_on(self._got_signal))
-                self._selector.register(woken, _READABLE, functools.partial(_read, woken))
-            if self._run.store is not None:
-                self._selector.register(self._run.store.ended, _READABLE, self._check_store)
-            self._stack.callback(self._release)
-            self._start()
-            self._stack = self._stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    # -- the start -----------------------------------------------------------------------------------------------------
-
-    def _start(self) -> None:
+    def start(self, stack: ExitStack) -> None:
+        """Start the ranks; `stack` ends and releases them, also if starting fails halfway."""
+        self._selector = stack.enter_context(selectors.DefaultSelector())
+        if threading.current_thread() is threading.main_thread():
+            woken = stack.enter_context(_passing_on(self._got_signal))
+            self._selector.register(woken, _READABLE, functools.partial(_read, woken))
+        if self._run.store is not None:
+            self._selector.register(self._run.store.ended, _READABLE, self._check_store)
         for rank, environ in enumerate(self._run.environments):
-            log = None
-            if self._run.log_dir is not None:
-                log = self._stack.enter_context(_log(self._run.log_dir, rank))
+            log = None if self._run.log_dir is None else stack.enter_context(_log(self._run.log_dir, rank))
             process = RankProcess(rank, self._run.command, environ, stdin=_stdin(rank), popen=self._run.popen)
+            stack.callback(process.release)
             self._ranks.append(process)
             self._streams[rank] = self._stream(self._out, rank, log), self._stream(self._err, rank, log)
             for pipe, stream in zip((process.stdout, process.stderr), self._streams[rank]):
@@ -161,7 +143,11 @@ class _Supervisor:
             save(self._run.directory, how)  # first: `gradwire top` reads it as soon as the ranks are gone
         self._display.end()
         self._end_companions()
-        self._err.write(b"".join(line + b"\n" for line in self._report(how.text)))
+        threads = [error for process in self._ranks if (error := self._error(process.rank, THREAD)) is not None]
+        pids = {process.rank: process.pid for process in self._ranks}
+        tails = {rank: err.tail for rank, (_, err) in self._streams.items()}
+        lines = report(shutdown, how.text, pids=pids, tails=tails, threads=threads)
+        self._err.write(b"".join(line + b"\n" for line in lines))
         return shutdown.exit_code
 
     @property
@@ -179,9 +165,8 @@ class _Supervisor:
         looks = [] if (watch := self._watch_for_hangs) is None else [watch.next_look]
         if not self._has_failed:
             looks.append(self._display.next_look)
-        look = min(looks, default=math.inf) - self._began
-        times = [time for time in (self._shutdown.next_time, look) if time is not None and time < math.inf]
-        return min(times, default=None)
+        times = [look - self._began for look in looks if look < math.inf]
+        return min([*times, *([] if (due := self._shutdown.next_time) is None else [due])], default=None)
 
     def _read_from(self, fd: int, stream: RankStream) -> None:
         data = _read(fd)
@@ -223,14 +208,11 @@ class _Supervisor:
         store = self._run.store
         if store is None or store.ended not in self._selector.get_map():
             return
-        ended = os.waitid(os.P_PIDFD, store.ended, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is not None:
+        if (status := exit_status(store.ended)) is not None:
             self._selector.unregister(store.ended)
-            status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             how = described(status, self._now)
-            self._shutdown.lose(
-                f"the process that hosts the store has ended ({how}); ranks cannot continue without it", self._now
-            )
+            what = f"the process that hosts the store has ended ({how}); ranks cannot continue without it"
+            self._shutdown.lose(what, self._now)
 
     def _drain(self, process: RankProcess) -> None:
         """See Note [When everything has been read]."""
@@ -282,20 +264,6 @@ class _Supervisor:
             self._drain(process)
             for stream in self._streams[process.rank]:
                 stream.end()
-
-    def _report(self, text: str) -> Iterator[bytes]:
-        ranks = range(len(self._ranks))
-        return report(
-            self._shutdown,
-            text,
-            pids={rank: self._ranks[rank].pid for rank in ranks},
-            tails={rank: self._streams[rank][1].tail for rank in ranks},
-            threads=[error for rank in ranks if (error := self._error(rank, THREAD)) is not None],
-        )
-
-    def _release(self) -> None:
-        for process in self._ranks:
-            process.release()
 
 
 # -- small parts -----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """`find_world`: which rank of which world a process is, from its environment alone. Pure: no socket, no torch, no clock.
 
 Note [Who started this process]
-Launchers nest, and the variables of the outer one are still set under the inner one. So the order is from the one that can only be
-innermost to the one that can only be outermost:
+Launchers nest, and the variables of the outer one are still set under the inner one. So the order is from innermost to outermost:
 
 1. `gradwire run`: only it sets GRADWIRE_RANK.
 2. torch's variables, from torchrun or from the user. WORLD_SIZE or RANK alone is often a leftover of a batch script, so another
@@ -19,7 +18,7 @@ If only some variables of a launcher are set, the error names the missing ones: 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -108,10 +107,10 @@ def find_world(environ: Environment) -> World:
     if "TORCHELASTIC_RUN_ID" in environ or ("RANK" in environ and "WORLD_SIZE" in environ):
         return _torchrun(_Reader(environ, Launcher.TORCHRUN))
     if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
-        return _open_mpi(_Reader(environ, Launcher.MPIRUN))
+        return _mpirun(_Reader(environ, Launcher.MPIRUN), "OMPI_COMM_WORLD")
     srun = _is_srun(environ)
     if ("PMI_RANK" in environ or "PMI_SIZE" in environ) and not (srun and _pmi_is_slurms(environ)):
-        return _pmi(_Reader(environ, Launcher.MPIRUN))
+        return _mpirun(_Reader(environ, Launcher.MPIRUN), "PMI")
     if srun:
         return _slurm(_Reader(environ, Launcher.SLURM))
     if "RANK" in environ or "WORLD_SIZE" in environ:
@@ -120,7 +119,7 @@ def find_world(environ: Environment) -> World:
 
 
 class _Reader:
-    """Reads variables for one launcher; errors name those that are missing or not a number."""
+    """Reads variables for one launcher; errors name those that are missing or invalid."""
 
     def __init__(self, environ: Environment, launcher: Launcher) -> None:
         self.environ = environ
@@ -136,25 +135,26 @@ class _Reader:
             f"{self.launcher.value} are. Start every rank with {self.launcher.value}, or unset its variables to run alone."
         )
 
+    def invalid(self, value: object, why: str, *names: str) -> UsageError:
+        """The error for a value of the first of `names` that is set."""
+        name = next(name for name in names if self.environ.get(name))
+        return UsageError(
+            f"finding the world under {self.launcher.value}: {name} is {value!r}, {why}. Check which variables were changed "
+            "manually."
+        )
+
     def number(self, *names: str) -> int:
         """The same as a number of 0 or more."""
         text = self.text(*names)
         if not text.isascii() or not text.isdigit():
-            name = next(name for name in names if self.environ.get(name))
-            raise UsageError(
-                f"finding the world under {self.launcher.value}: {name} is {text!r}, not a number. "
-                "Check which variables were changed manually."
-            )
+            raise self.invalid(text, "not a number", *names)
         return int(text)
 
     def port(self, name: str) -> int:
         """The same as a port that can be connected to."""
         port = self.number(name)
         if not 0 < port < 1 << 16:
-            raise UsageError(
-                f"finding the world under {self.launcher.value}: {name} is {port}, which is not a valid port. "
-                "Choose a port from 1 to 65535 that is free on the host of rank 0."
-            )
+            raise self.invalid(port, "which is not a valid port (1 to 65535)", name)
         return port
 
     def maybe(self, *names: str) -> int | None:
@@ -166,10 +166,7 @@ def _gradwire_run(read: _Reader) -> World:
     rank, size = read.number("GRADWIRE_RANK"), read.number("GRADWIRE_SIZE")
     store = read.text("GRADWIRE_STORE")
     if not is_name(store):
-        raise UsageError(
-            f"finding the world under gradwire run: GRADWIRE_STORE is {store!r}, not the name of a private store. gradwire run "
-            "sets it; find out what changed it."
-        )
+        raise read.invalid(store, "not the name of a private store", "GRADWIRE_STORE")
     return World(rank, size, read.launcher, local_rank=rank, local_size=size, private=store)
 
 
@@ -186,33 +183,19 @@ def _torchrun(read: _Reader) -> World:
     )
 
 
-def _open_mpi(read: _Reader) -> World:
+def _mpirun(read: _Reader, prefix: str) -> World:
+    """The store's address is as set by the user; by default rank 0 chooses one and sends it over MPI."""
+    store = Address(read.environ.get("MASTER_ADDR", ""), 0)
+    if read.environ.get("MASTER_PORT"):
+        store = Address(read.text("MASTER_ADDR"), read.port("MASTER_PORT"))
     return World(
-        read.number("OMPI_COMM_WORLD_RANK"),
-        read.number("OMPI_COMM_WORLD_SIZE"),
+        read.number(f"{prefix}_RANK"),
+        read.number(f"{prefix}_SIZE"),
         read.launcher,
-        local_rank=read.maybe("OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_size=read.maybe("OMPI_COMM_WORLD_LOCAL_SIZE"),
-        store=_master(read),
+        local_rank=read.maybe(f"{prefix}_LOCAL_RANK", "MPI_LOCALRANKID"),
+        local_size=read.maybe(f"{prefix}_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+        store=store,
     )
-
-
-def _pmi(read: _Reader) -> World:
-    return World(
-        read.number("PMI_RANK"),
-        read.number("PMI_SIZE"),
-        read.launcher,
-        local_rank=read.maybe("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        local_size=read.maybe("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-        store=_master(read),
-    )
-
-
-def _master(read: _Reader) -> Address:
-    """The store's address as set by the user; by default rank 0 chooses one and sends it over MPI."""
-    if not read.environ.get("MASTER_PORT"):
-        return Address(read.environ.get("MASTER_ADDR", ""), 0)
-    return Address(read.text("MASTER_ADDR"), read.port("MASTER_PORT"))
 
 
 def _is_srun(environ: Environment) -> bool:
@@ -236,14 +219,8 @@ def _slurm(read: _Reader) -> World:
     host = read.environ.get("MASTER_ADDR") or (
         _LOOPBACK if local_size == size else first_host(read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
     )
-    return World(
-        rank,
-        size,
-        read.launcher,
-        local_rank=read.maybe("SLURM_LOCALID"),
-        local_size=local_size,
-        store=Address(host, port),
-    )
+    local_rank = read.maybe("SLURM_LOCALID")
+    return World(rank, size, read.launcher, local_rank=local_rank, local_size=local_size, store=Address(host, port))
 
 
 def _port(job: int, step: int) -> int:
@@ -252,30 +229,19 @@ def _port(job: int, step: int) -> int:
 
 
 def _tasks_here(read: _Reader) -> int | None:
-    """How many tasks the step has on this host."""
+    """How many tasks the step has on this host: of `2(x3),1` the first three hosts have 2, and the fourth 1."""
     node, text = read.maybe("SLURM_NODEID"), read.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     if not text or node is None:
         return read.maybe("SLURM_NTASKS_PER_NODE")
-    for number, count in enumerate(_tasks_per_node(text)):
-        if number == node:
-            return count
+    hosts = 0
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        hosts += int(times or 1)
+        if node < hosts:
+            return int(count)
     raise UsageError(
-        f"finding the world under SLURM: SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE, {text!r}, has fewer hosts. "
-        "Check which variables were changed manually."
+        f"finding the world under SLURM: SLURM_STEP_TASKS_PER_NODE is {text!r}, which should look like 2(x3),1, and SLURM_NODEID "
+        f"is {node}, but there are {hosts} hosts. Check which variables were changed manually."
     )
-
-
-def _tasks_per_node(text: str) -> Iterator[int]:
-    """`2(x3),1` is 2, 2, 2, 1."""
-    for piece in text.split(","):
-        count, _, times = piece.rstrip(")").partition("(x")
-        if not count.isdigit() or not (times or "1").isdigit():
-            raise UsageError(
-                f"finding the world under SLURM: SLURM_STEP_TASKS_PER_NODE is {text!r}, which should look like 2(x3),1. "
-                "Check which variables were changed manually."
-            )
-        for _ in range(int(times or 1)):
-            yield int(count)
 
 
 def first_host(nodelist: str) -> str:
@@ -284,32 +250,10 @@ def first_host(nodelist: str) -> str:
     >>> first_host("node[01-03,07],gpu5"), first_host("r[8-10]n[0-1]-ib")
     ('node01', 'r8n0-ib')
     """
-    found = ""
-    place = 0
-    while place < len(nodelist) and nodelist[place] != ",":
-        part = re.compile(r"\[([^\[\]]*)\]|[^\[\],]+").match(nodelist, place)
-        if part is None:
-            raise _wrong_list(nodelist, f"a bracket at character {place + 1} is unmatched")
-        found += part[0] if part[1] is None else _first_number(nodelist, part[1])
-        place = part.end()
-    if not found:
-        raise _wrong_list(nodelist, "there is no name at character 1")
-    return found
-
-
-def _first_number(nodelist: str, inside: str) -> str:
-    """The first of the numbers in brackets, all of which are checked."""
-    for piece in inside.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
-        if match is None:
-            raise _wrong_list(nodelist, f"[{inside}] is not a list of numbers and ranges")
-        if int(match[2] or match[1]) < int(match[1]):
-            raise _wrong_list(nodelist, f"the range {piece} is descending")
-    return re.split("[-,]", inside)[0]
-
-
-def _wrong_list(text: str, what: str) -> UsageError:
-    return UsageError(
-        f"reading the list of hosts {text!r}: {what}. It should look like node[01-03,07],gpu5; under SLURM it comes from "
-        "SLURM_STEP_NODELIST, and MASTER_ADDR can be set to the host of rank 0 instead."
-    )
+    first = re.match(r"(?:[^\[\],]|\[\d+(?:[-,]\d+)*\])+(?=,|$)", nodelist)
+    if first is None:
+        raise UsageError(
+            f"reading the list of hosts {nodelist!r}: it should look like node[01-03,07],gpu5. Under SLURM it comes from "
+            "SLURM_STEP_NODELIST, and MASTER_ADDR can be set to the host of rank 0 instead."
+        )
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])

@@ -131,5 +131,7 @@ def test_a_folder_for_logs_that_cannot_be_made_is_a_usage_error(launch, tmp_path
 
 
 def test_a_program_that_is_not_there_leaves_nothing(tmp_path):
-    code = supervise(LaunchSpec([str(tmp_path / "nothing")], [{}, {}], grace=1))
-    assert code == 1
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(FileNotFoundError):
+        supervise(LaunchSpec([str(tmp_path / "nothing")], [{}, {}], grace=1))
+    assert os.listdir("/proc/self/fd") == before

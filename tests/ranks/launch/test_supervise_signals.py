@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.launch.process import RankProcess
 from gradwire.launch.supervise import LaunchSpec, _Supervisor
 from helpers.waiting import wait_for_exit, wait_until
 
@@ -116,16 +115,6 @@ thread.join() if {thread} else None
     assert len(pids) == 4
     for pid in pids:
         wait_for_exit(pid)
-
-
-def test_a_rank_whose_launcher_is_gone_already_does_not_begin(monkeypatch, tmp_path):
-    monkeypatch.setattr(os, "getpid", lambda: 1 << 22)  # nobody's parent
-    process = RankProcess(0, [sys.executable, "-c", f"open({str(tmp_path / 'mark')!r}, 'w')"], {}, stdin=-3)
-    monkeypatch.undo()
-    wait_until(lambda: process.status is not None, "the process ends")
-    assert process.status == 1
-    process.release()
-    assert not (tmp_path / "mark").exists()
 
 
 # -- signals ---------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from gradwire.errors import (
     PeerLost,
     ReplicasDiverged,
 )
-from gradwire.launch.first_failure import Ending, first_failure, summary
+from gradwire.launch.shutdown import Ending, first_failure, summary
 from gradwire.runtime.rank_error import RankError
 
 

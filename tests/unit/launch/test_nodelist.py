@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 
 import pytest
@@ -31,23 +32,9 @@ def test_the_first_host_of_a_list(text, expected):
     assert first_host(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("", "no name at character 1"),
-        (",b", "no name at character 1"),
-        ("a[1-2", "a bracket at character 2 is unmatched"),
-        ("a]1", "a bracket at character 2 is unmatched"),
-        ("a[[1]]", "a bracket at character 2 is unmatched"),
-        ("a[]", r"\[\] is not a list of numbers"),
-        ("a[1-]", r"\[1-\] is not a list of numbers"),
-        ("a[1-2-3]", "is not a list of numbers"),
-        ("a[x]", "is not a list of numbers"),
-        ("a[3-1]", "the range 3-1 is descending"),
-    ],
-)
-def test_an_invalid_list_is_an_error_that_names_the_place(text, what):
-    with pytest.raises(UsageError, match=what):
+@pytest.mark.parametrize("text", ["", ",b", "a[1-2", "a]1", "a[[1]]", "a[]", "a[1-]", "a[x]"])
+def test_an_invalid_list_is_an_error_that_shows_it(text):
+    with pytest.raises(UsageError, match=re.escape(f"list of hosts {text!r}: it should look like")):
         first_host(text)
 
 

@@ -9,8 +9,7 @@ from signal import SIGHUP, SIGINT, SIGKILL, SIGPIPE, SIGTERM, SIGUSR1
 import pytest
 
 from gradwire.errors import PeerLost
-from gradwire.launch.first_failure import Ending
-from gradwire.launch.shutdown import LAST_LIMIT, Shutdown
+from gradwire.launch.shutdown import LAST_LIMIT, Ending, Shutdown
 from gradwire.runtime.rank_error import NEAR, RankError
 
 
