@@ -8,8 +8,9 @@ is an instance of that type as well. All errors pickle with their attributes: th
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping
 from enum import Enum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -17,7 +18,17 @@ if TYPE_CHECKING:
 
 
 class GradwireError(Exception):
-    """The root: `except GradwireError` catches everything gradwire raises on purpose."""
+    """The root: `except GradwireError` catches everything gradwire raises on purpose.
+
+    Facts about an error are attributes that its class declares, with defaults; they are given as keyword arguments.
+    """
+
+    def __init__(self, *message: object, **facts: Any) -> None:
+        super().__init__(*message)
+        for name, value in facts.items():
+            if not hasattr(type(self), name):
+                raise TypeError(f"{type(self).__name__} has no {name!r}")
+            setattr(self, name, tuple(value) if isinstance(value, list | range) else value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)
@@ -63,9 +74,7 @@ class UsageTypeError(UsageError, TypeError):
 class HookError(UsageError, RuntimeError):
     """A hook broke its contract, or a completion hook raised: names the hook."""
 
-    def __init__(self, message: str, *, hook: str = "<unknown>") -> None:
-        super().__init__(message)
-        self.hook = hook
+    hook: str = "<unknown>"
 
 
 class HookTypeError(HookError, UsageTypeError):
@@ -87,13 +96,9 @@ class AutogradHookError(HookError):
     description of the tensor, parameter or node it was registered on.
     """
 
-    def __init__(
-        self, message: str, *, hook: str = "<unknown>", kind: str = "", place: int | None = None, target: str = ""
-    ) -> None:
-        super().__init__(message, hook=hook)
-        self.kind = kind
-        self.place = place
-        self.target = target
+    kind: str = ""
+    place: int | None = None
+    target: str = ""
 
 
 class AutogradHookTypeError(AutogradHookError, TypeError):
@@ -106,9 +111,7 @@ class LayoutError(UsageError, RuntimeError):
     `ranks` are those that are not in the majority.
     """
 
-    def __init__(self, message: str, *, ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
+    ranks: tuple[int, ...] = ()
 
 
 class ClosedError(UsageError, RuntimeError):
@@ -194,10 +197,8 @@ class GroupError(GradwireError, RuntimeError):
 class PeerLost(GroupError):
     """A rank has died or left. `rank` is None where it is not known which."""
 
-    def __init__(self, message: str, *, rank: int | None = None, op: Signature | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.op = op
+    rank: int | None = None
+    op: Signature | None = None
 
 
 UNEVEN = "If it had fewer batches than this rank, train inside `with model.join():`"
@@ -207,34 +208,21 @@ UNEVEN = "If it had fewer batches than this rank, train inside `with model.join(
 class CollectiveTimeout(GroupError):
     """A deadline passed. `joined` and `missing` are None where the group cannot know which ranks took part."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        op: Signature | None = None,
-        joined: Sequence[int] | None = None,
-        missing: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.op = op
-        self.joined = None if joined is None else tuple(joined)
-        self.missing = None if missing is None else tuple(missing)
+    op: Signature | None = None
+    joined: tuple[int, ...] | None = None
+    missing: tuple[int, ...] | None = None
 
 
 class CollectiveMismatch(GroupError):
     """Ranks submitted different collectives. `ops` maps each rank to what it submitted."""
 
-    def __init__(self, message: str, *, ops: dict[int, Signature] | None = None) -> None:
-        super().__init__(message)
-        self.ops = ops or {}
+    ops: Mapping[int, Signature] = MappingProxyType({})
 
 
 class GroupAborted(GroupError):
     """The group was aborted, here or by a peer."""
 
-    def __init__(self, message: str, *, reason: str = "") -> None:
-        super().__init__(message)
-        self.reason = reason
+    reason: str = ""
 
 
 class SharedMemoryFull(GroupError):
@@ -263,22 +251,11 @@ class NonFiniteGradient(GradwireError, RuntimeError):
     first such element. `origin`: where it came from. `step`: the iteration, as in the records of `gradwire.observe`.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        parameter: str | None = None,
-        index: tuple[int, ...] | None = None,
-        origin: Origin | None = None,
-        step: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.parameter = parameter
-        self.index = index
-        self.origin = origin
-        self.step = step
+    rank: int | None = None
+    parameter: str | None = None
+    index: tuple[int, ...] | None = None
+    origin: Origin | None = None
+    step: int | None = None
 
 
 class ReplicasDiverged(GradwireError, RuntimeError):
@@ -288,25 +265,13 @@ class ReplicasDiverged(GradwireError, RuntimeError):
     how many steps of the check.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        ranks: Sequence[int] = (),
-        parameters: Sequence[str] = (),
-        tie: bool = False,
-        step: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
-        self.parameters = tuple(parameters)
-        self.tie = tie
-        self.step = step
+    ranks: tuple[int, ...] = ()
+    parameters: tuple[str, ...] = ()
+    tie: bool = False
+    step: int | None = None
 
 
 class InternalError(GradwireError, RuntimeError):
     """A bug in gradwire. `story` is what led to it, for the report."""
 
-    def __init__(self, message: str, *, story: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.story = tuple(story)
+    story: tuple[str, ...] = ()

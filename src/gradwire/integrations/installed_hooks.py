@@ -85,3 +85,14 @@ def load_hook_states(models: Sequence[nn.Module], directory: str | Path) -> None
 
 def _file(directory: Path, rank: int) -> Path:
     return directory / f"gradwire-hook-{rank}.pt"
+
+
+def missing_library(error: ModuleNotFoundError, *, extra: str) -> ImportError:
+    """An ImportError that names the extra which installs the library.
+
+    >>> missing_library(ModuleNotFoundError("No module named 'ray'"), extra="ray")
+    ImportError("No module named 'ray'. gradwire.integrations.ray needs it: pip install 'gradwire[ray]'")
+    """
+    return ImportError(
+        f"{error}. gradwire.integrations.{extra} needs it: pip install 'gradwire[{extra}]'", name=error.name
+    )

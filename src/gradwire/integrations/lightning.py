@@ -12,8 +12,7 @@ from torch import nn
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
-from gradwire.integrations.installed_hooks import hook_controls
-from gradwire.integrations.missing_library import missing_library
+from gradwire.integrations.installed_hooks import hook_controls, missing_library
 from gradwire.interop import register_backend
 from gradwire.parallel import DistributedDataParallel
 

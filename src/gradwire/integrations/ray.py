@@ -10,7 +10,7 @@ from torch import nn
 from gradwire.errors import UsageTypeError
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
-from gradwire.integrations.missing_library import missing_library
+from gradwire.integrations.installed_hooks import missing_library
 from gradwire.interop import register_backend
 from gradwire.parallel import DistributedDataParallel
 

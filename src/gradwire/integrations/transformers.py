@@ -14,8 +14,7 @@ from gradwire.errors import UsageError
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
 from gradwire.integrations.ddp_replacement import replaced_ddp
-from gradwire.integrations.installed_hooks import hook_controls, load_hook_states, save_hook_states
-from gradwire.integrations.missing_library import missing_library
+from gradwire.integrations.installed_hooks import hook_controls, load_hook_states, missing_library, save_hook_states
 from gradwire.parallel import DistributedDataParallel
 
 try:

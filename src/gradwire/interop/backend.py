@@ -64,19 +64,16 @@ def create_by_default(options: Any, backend_options: object) -> GradwireProcessG
 
 
 def _creator(name: str, kind: str | BuildGroup, wrap: Wrap | None) -> _Creator:
-    known = _known(kind)
-    devices = ("cpu", "cuda") if known.on_cuda and torch.cuda.is_available() else ("cpu",)
-    return _Creator(name, known.build, wrap, devices)
-
-
-def _known(kind: str | BuildGroup) -> GroupKind:
     if isinstance(kind, str):
-        return find_kind(kind, who=f"register_backend(kind={kind!r})")
-    if not callable(kind):
+        known = find_kind(kind, who=f"register_backend(kind={kind!r})")
+    elif callable(kind):
+        known = GroupKind(getattr(kind, "__name__", repr(kind)), kind)
+    else:
         raise UsageTypeError(
             f"register_backend: kind is {kind!r}. Pass one of {', '.join(known_kinds())}, or a function that makes a group."
         )
-    return GroupKind(getattr(kind, "__name__", repr(kind)), kind)
+    devices = ("cpu", "cuda") if known.on_cuda and torch.cuda.is_available() else ("cpu",)
+    return _Creator(name, known.build, wrap, devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +96,9 @@ class _Creator:
         who = f"{name} on rank {rank} of {size}"
         store = move_if_together(options.store, rank, size, purpose=name, timeout=timeout, who=who)
         try:
-            group = self.build(store, rank, size, timeout=timeout, name=name)
+            group = self._checked(
+                self.build(store, rank, size, timeout=timeout, name=name), "the function that makes its groups"
+            )
             if store is not options.store:
                 mark_used(store, rank)
         except BaseException:
@@ -107,21 +106,18 @@ class _Creator:
             raise
         # Created before the finalizer that closes the group, so that at exit it runs after it.
         weakref.finalize(group, release, store)
-        if not isinstance(group, Group):
-            raise UsageTypeError(
-                f"backend {self.name!r}: the function that makes its groups returned {group!r}. It must return a gradwire Group."
-            )
         try:
-            seen = group if self.wrap is None else self.wrap(group)
-            if not isinstance(seen, Group):
-                raise UsageTypeError(
-                    f"backend {self.name!r}: wrap returned {seen!r} for {group}. It must return a gradwire Group."
-                )
+            seen = group if self.wrap is None else self._checked(self.wrap(group), f"wrap, given {group},")
         except BaseException:
             group.close(timeout=0.0)
             raise
         weakref.finalize(seen, _leave, weakref.ref(seen))
         return as_process_group(seen, devices=self.devices, backend_name=self.name, store=options.store)
+
+    def _checked(self, group: object, maker: str) -> Group:
+        if not isinstance(group, Group):
+            raise UsageTypeError(f"backend {self.name!r}: {maker} returned {group!r}. It must return a gradwire Group.")
+        return group
 
 
 def _leave(group: weakref.ref[Group]) -> None:

@@ -4,10 +4,8 @@ Note [A group of its own]
 torch's DDP communicates too: with `find_unused_parameters` it all-reduces the map of used parameters once all buckets have been
 launched, while a hook with several collectives may still be running, and the order of the two would differ from rank to rank. So
 the hook communicates over a duplicate of DDP's process group.
-
-Making the duplicate is a collective on the original group, so all ranks make it at the same point: by the first bucket that DDP
-launches, or an earlier call that every rank makes. DDP launches its buckets in index order on every rank, from the thread of
-backward, and everything else that it submits comes before the first bucket or after the last, from the same thread.
+Making it is a collective on the original group, so all ranks do that at the same point: the first bucket that DDP launches, or an
+earlier call that every rank makes.
 
 Where collectives are ordered by CUDA streams (NCCL) the whole reduction is enqueued from backward's thread, so the original group
 can be used. The same holds for groups that cannot be duplicated: their reductions complete before backward continues.
@@ -17,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,31 +40,6 @@ from gradwire.reducer.hook.outer_optimizer import cut
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.model_events import ModelEvents
 from gradwire.reducer.reductions import StepRejected, StepSkipped
-
-
-class TorchDdpHook(Protocol):
-    """A torch-style hook, with the hook methods of a gradwire model."""
-
-    def __call__(self, state: Any, bucket: Any, /) -> torch.futures.Future[Tensor]:
-        """Reduce a bucket."""
-
-    def hook_state_dict(self) -> dict[str, Any]:
-        """The hook's state on this rank, by parameter name: see `Replica.hook_state_dict`."""
-
-    def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore a saved state. Every rank calls it, between steps: see `Replica.load_hook_state_dict`."""
-
-    def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Run the outer steps of hooks such as `diloco` after this optimizer's steps: see `Replica.attach_optimizer`."""
-
-    def outer_step(self) -> None:
-        """Call this after each optimizer step if no optimizer is attached."""
-
-    def average_parameters(self) -> None:
-        """Average the parameters over all ranks, after a hook that lets them differ."""
-
-    def close(self) -> None:
-        """Close the hook's group now. Otherwise it is closed with DDP, which torch never frees if a hook has raised."""
 
 
 def as_torch_hook(
@@ -95,26 +68,17 @@ def as_torch_hook(
         )
     check_outer(hook, "as_torch_hook")
     named = [(plain_name(name), parameter) for name, parameter in named_parameters]
-    adapter = _Adapter(
-        hook, group, named, StepChecks(named, nonfinite, doing=f"as_torch_hook({hook!r}, nonfinite=...)")
-    )
-
-    def reduce(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-        return adapter.reduce(state, bucket)
-
-    reduce.__annotations__ = {}  # torch rejects a hook whose annotations are strings, as they are in this module
-    reduce.__qualname__ = reduce.__name__ = repr(hook)  # what torch logs
-    # A function with attributes, not an object: torch reads __qualname__ and inspects the signature.
-    for name in TorchDdpHook.__dict__:
-        if not name.startswith("_"):
-            setattr(reduce, name, getattr(adapter, name))
-    return cast(TorchDdpHook, reduce)
+    checks = StepChecks(named, nonfinite, doing=f"as_torch_hook({hook!r}, nonfinite=...)")
+    return TorchDdpHook(hook, group, named, checks)
 
 
-class _Adapter:
+class TorchDdpHook:
+    """A torch-style hook, with the hook methods of a gradwire model."""
+
     def __init__(
         self, hook: CommHook, group: Group | None, named: list[tuple[str, Tensor]], checks: StepChecks
     ) -> None:
+        self.__name__ = self.__qualname__ = repr(hook)  # what torch logs
         self._hook = hook
         self._checks = checks
         self._own = _OwnGroup(group, doing=f"as_torch_hook({hook!r})")
@@ -153,10 +117,11 @@ class _Adapter:
             self._events = ModelEvents(group)
         return runner
 
-    def reduce(self, torch_state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Reduce a bucket."""
         spec, buffer = self._spec(bucket), bucket.buffer()
         self._device = device = spec.device
-        runner = self._communicate(torch_state)
+        runner = self._communicate(state)
         if spec.index == 0:  # torch launches its buckets in index order
             runner.next_step()
         ours = GradBucket(spec, buffer, bucket.parameters(), is_last=False)  # which gradwire hooks do not see
@@ -185,19 +150,25 @@ class _Adapter:
         threading.Thread(target=fulfill, name=f"gradwire-hook-{spec.index}", daemon=True).start()
         return future
 
+    __call__.__annotations__.clear()  # torch rejects a hook whose annotations are strings, as they are in this module
+
     # -- between steps ---------------------------------------------------------------------------------------------------
 
     def hook_state_dict(self) -> dict[str, Any]:
+        """The hook's state on this rank, by parameter name: see `Replica.hook_state_dict`."""
         return self._begin().state_dict()
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore a saved state. Every rank calls it, between steps: see `Replica.load_hook_state_dict`."""
         self._communicate().load_state_dict(saved, device=self._device)
 
     def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Run the outer steps of hooks such as `diloco` after this optimizer's steps: see `Replica.attach_optimizer`."""
         if isinstance(self._hook, OuterHook):
             self._optimizers.attach(optimizers, [p for _, p in self._named], self.outer_step)
 
     def outer_step(self) -> None:
+        """Call this after each optimizer step if no optimizer is attached."""
         if not isinstance(self._hook, OuterHook):
             return
         runner = self._communicate()
@@ -211,12 +182,14 @@ class _Adapter:
             raise
 
     def average_parameters(self) -> None:
+        """Average the parameters over all ranks, after a hook that lets them differ."""
         if isinstance(self._hook, OuterHook):
             outer = self._communicate().outer
             assert outer is not None
             outer.average()
 
     def close(self) -> None:
+        """Close the hook's group now. Otherwise it is closed with DDP, which torch never frees if a hook has raised."""
         self._optimizers.detach()
         if self._runner is not None:
             self._runner.close()

@@ -103,24 +103,17 @@ class OperationHooks:
                 calls.callback(hook)
 
     def _fire_pre_hooks(self, ops: Sequence[Collective], async_op: bool) -> int:
-        """The number of the operation."""
+        """Returns the number of the operation."""
+        op_id, root = self._operations, -1 if ops[0].root is None else ops[0].root
         self._operations += 1
-        args = PreHookArgs(
-            name=_name(ops),
-            async_op=async_op,
-            input_tensors=[t for op in ops for t in op.inputs],
-            output_tensors=[t for op in ops for t in op.outputs],
-            root=-1 if ops[0].root is None else ops[0].root,
-            op_id=self._operations - 1,
-        )
+        inputs, outputs = [t for op in ops for t in op.inputs], [t for op in ops for t in op.outputs]
         for _, hook in sorted(self._pre_hooks.items()):
-            hook(args)
-        return args.op_id
+            hook(PreHookArgs(_name(ops), async_op, inputs, outputs, root, op_id))
+        return op_id
 
     def _fire_post_hooks(self, ops: Sequence[Collective], async_op: bool, op_id: int, work: Any) -> None:
-        args = PostHookArgs(_name(ops), async_op, work, op_id)
         for _, hook in sorted(self._post_hooks.items()):
-            hook(args)
+            hook(PostHookArgs(_name(ops), async_op, work, op_id))
 
 
 def _name(ops: Sequence[Collective]) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -145,7 +145,10 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of operations submitted from now on."""
         value = timeout_seconds(f"set_timeout of {self.group}", timeout.total_seconds())
-        for group in _layers(self.group):
+        group = self.group
+        group.timeout = value
+        while isinstance(group, GroupWrapper):
+            group = group.inner
             group.timeout = value
 
     _set_default_timeout = set_timeout
@@ -187,7 +190,7 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
         return part
 
     def reconfigure(self, *args: object, **named: object) -> Any:
-        """Not possible, under any of its three names: a gradwire group has the members it was made with."""
+        """Not possible, under any of its three names: the members of a gradwire group are fixed."""
         raise UsageError(f"changing the ranks of {self.group}: its members are fixed. Make a new group over a store.")
 
     merge_remote_group = get_reconfigure_handle = reconfigure
@@ -238,11 +241,3 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
 
     def __repr__(self) -> str:
         return f"<{self._backend_name} process group {self._name!r} over {self.group}>"
-
-
-def _layers(group: Group) -> Iterator[Group]:
-    """The group, the group inside it, and so on down to the one that communicates."""
-    yield group
-    while isinstance(group, GroupWrapper):
-        group = group.inner
-        yield group

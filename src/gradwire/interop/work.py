@@ -58,11 +58,6 @@ NAMES = {
 _OP_TYPES = {kind: getattr(OpType, name if hasattr(OpType, name) else f"_{name}") for kind, name in NAMES.items()}
 
 
-def op_type(kind: OpKind) -> Any:
-    """c10d's name for a kind of collective."""
-    return _OP_TYPES.get(kind, OpType.UNKNOWN)
-
-
 @untraced
 class TorchWork(dist.Work):
     """One or more gradwire Works as one Work of torch. Completed when all are; failed if one has failed."""
@@ -83,13 +78,9 @@ class TorchWork(dist.Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Return True once the outputs may be used; raise the error if it failed. Zero means the operation's own timeout."""
         limit, self._dropped = seconds(timeout), None
-        if limit is None:
-            for work in self.works:
-                work.wait()
-            return True
-        until = time.perf_counter() + limit
+        until = None if limit is None else time.perf_counter() + limit
         for work in self.works:
-            work.wait(max(0.0, until - time.perf_counter()))
+            work.wait(None if until is None else max(0.0, until - time.perf_counter()))
         return True
 
     def synchronize(self) -> None:
@@ -139,7 +130,7 @@ class TorchWork(dist.Work):
 
     def _get_op_type(self) -> int:
         kinds = {work.op.kind for work in self.works}
-        return int(op_type(kinds.pop()) if len(self.works) == 1 else OpType.COALESCED)
+        return int(_OP_TYPES[kinds.pop()] if len(self.works) == 1 else OpType.COALESCED)
 
     # -- futures -------------------------------------------------------------------------------------------------------
 
@@ -147,10 +138,10 @@ class TorchWork(dist.Work):
         """A Future of the list of outputs, completed by then if the operation is. See Note [Errors in futures]."""
         self._dropped = None
         if self._future is None:
-            if len(self.works) == 1:
-                self._future = self.works[0].get_future().then(_value)
-            else:
-                self._future = torch.futures.collect_all([work.get_future() for work in self.works]).then(_values)
+            futures = [work.get_future() for work in self.works]
+            self._future = (
+                futures[0].then(_value) if len(futures) == 1 else torch.futures.collect_all(futures).then(_values)
+            )
         if self.is_completed() and not self._future.done():  # C++ may take the value without another wait
             for work in self.works:
                 work.get_future()
@@ -200,15 +191,8 @@ def translate_hook(hook: Callable[[C10dWorkInfo], None]) -> Callable[[WorkInfo],
     """A gradwire completion hook that calls a c10d one and has its name, for errors."""
 
     def call(info: WorkInfo) -> None:
-        hook(
-            C10dWorkInfo(
-                op_type=op_type(info.op.kind),
-                seq=info.seq,
-                time_started=timedelta(seconds=info.started),
-                time_finished=timedelta(seconds=info.finished),
-                active_duration=timedelta(seconds=info.duration),
-            )
-        )
+        times = (timedelta(seconds=value) for value in (info.started, info.finished, info.duration))
+        hook(C10dWorkInfo(_OP_TYPES[info.op.kind], info.seq, *times))
 
     call.__qualname__ = getattr(hook, "__qualname__", type(hook).__name__)
     return call

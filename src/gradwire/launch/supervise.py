@@ -1,7 +1,7 @@
 """`supervise`: start the ranks of a run, show their output, forward signals, end them all, and report the outcome.
 
-One thread and one loop: pipes, ended processes and signals all wake the same `select`. `shutdown.py` decides what to do, and what to
-report.
+One thread and one loop: pipes, ended processes and signals all wake the same `select`. `shutdown.py` decides what to do,
+and what to report.
 
 Note [When everything has been read]
 After a rank's end its pipe is read until it is empty, not until it is closed: a process that the rank started may hold it open. At
