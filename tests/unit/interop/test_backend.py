@@ -130,7 +130,7 @@ def test_wrap_must_be_callable() -> None:
 
 def test_wrap_must_return_a_group() -> None:
     gw.register_backend("forgetful", wrap=lambda group: None)  # type: ignore[arg-type, return-value]
-    with pytest.raises(UsageTypeError, match=r"'forgetful': wrap returned None for <forgetful:0"):
+    with pytest.raises(UsageTypeError, match=r"'forgetful': wrap, given <forgetful:0 .*>, returned None"):
         init("forgetful")
 
 
