@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire import hooks
@@ -25,6 +25,7 @@ from gradwire.reducer.hook.driver import Driver
 from gradwire.testing import check_hook, run_ranks, simulate
 from gradwire.testing.simulate import one_parameter
 from helpers.laws import SHORT_LAWS
+from helpers.models import mlp, train
 
 BFLOAT16 = torch.bfloat16
 
@@ -87,6 +88,60 @@ def test_every_hook_obeys_the_laws(name: str) -> None:
 def test_every_hook_obeys_the_laws_under_error_feedback(name: str) -> None:
     """Except `pays_back`, which is checked under error feedback anyway."""
     check_hook(ALL[name], world_sizes=(2,), dtype=BFLOAT16, laws=SHORT_LAWS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ENDS)
+def test_every_hook_obeys_the_laws_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
+    check_hook(ALL[name], world_sizes=(3,), dtype=dtype, laws=SHORT_LAWS)
+
+
+def matrices(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) > 1
+
+
+HALF = hooks.chain(hooks.cast(BFLOAT16), hooks.mean())
+FED = hooks.chain(hooks.error_feedback(), HALF)
+BATCHED = hooks.power_sgd(2, batched=True, min_compression=1)
+OTHER_SETTINGS = [
+    hooks.chain(hooks.cast(BFLOAT16), hooks.reduce_scatter_mean()),
+    hooks.chain(hooks.scaled_cast(torch.float16), hooks.reduce_scatter_mean()),
+    hooks.chain(hooks.error_feedback(), hooks.scaled_cast(torch.float8_e5m2), hooks.mean()),
+    hooks.sign("majority", per="bucket"),
+    hooks.power_sgd(1, batched=True),
+    hooks.power_sgd(2, warm_start=False, min_compression=1),
+    hooks.power_sgd(2, batched=True, warm_start=False, min_compression=1),
+    hooks.chain(hooks.error_feedback(), BATCHED, hooks.mean()),
+    hooks.top_k(k=3),
+    hooks.threshold(value=1.0),
+    hooks.threshold(relative=0.3, values=BFLOAT16),
+    hooks.dgc(0.01, momentum=0.5, warmup_steps=3, clip=1.0, values=BFLOAT16),
+    hooks.dgc(0.5, warmup_steps=2),
+    hooks.decoupled_momentum(),
+    hooks.decoupled_momentum(decay=0.5, chunk=5, k=3, values=BFLOAT16),
+    hooks.decoupled_momentum(chunk=200, k=7),
+    hooks.chain(hooks.random_k(0.25), hooks.mean()),
+    hooks.chain(hooks.random_k(0.3, seed=7), hooks.cast(BFLOAT16), hooks.reduce_scatter_mean()),
+    hooks.chain(hooks.error_feedback(), hooks.random_k(0.5), hooks.quantize(bits=8)),
+    hooks.chain(hooks.clip(norm=1.0), HALF),
+    hooks.chain(hooks.clip(value=0.5), hooks.error_feedback(), hooks.top_k(ratio=0.1)),
+    hooks.chain(hooks.clip(value=0.5), hooks.add_noise(std=0.1, seed=3), hooks.mean()),
+    hooks.partition({"layer0.*": FED, "layer[13].*": hooks.mean(), "*": HALF}),
+    hooks.masked(matrices, hooks.every(2, FED)),
+    hooks.chain(hooks.error_feedback(), hooks.by_size(numel=17, large=HALF)),
+    hooks.after(1, FED),
+    hooks.after(0, hooks.every(2, hooks.mean())),
+    hooks.chain(hooks.error_feedback(), hooks.after(2, HALF)),
+    hooks.every(3, FED),
+    hooks.every(2, hooks.mean(), otherwise=FED),
+    hooks.chain(hooks.error_feedback(), hooks.every(3, hooks.mean(), otherwise=HALF)),
+]
+
+
+@pytest.mark.parametrize("hook", OTHER_SETTINGS, ids=repr)
+def test_other_settings_obey_the_laws(hook: CommHook) -> None:
+    check_hook(hook, world_sizes=(1, 3))
+    check_hook(hook, world_sizes=(2,), dtype=BFLOAT16, laws=SHORT_LAWS)
 
 
 @pytest.mark.gpu
@@ -213,23 +268,6 @@ def test_random_chains_on_random_buckets_obey_the_laws(
 # -- the same everywhere ------------------------------------------------------------------------------------------------------
 
 
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def train(model: nn.Module, rank: int, reduce: Callable[[], None] = lambda: None, steps: int = 4) -> Tensor:
-    data = torch.Generator().manual_seed(rank)
-    for _ in range(steps):
-        model.zero_grad()
-        model(torch.randn(4, 6, generator=data)).pow(2).sum().backward()
-        reduce()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.01 * p.grad
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 def test_every_hook_is_the_same_under_our_ddp_and_under_torchs(torch_world: Callable[..., Any]) -> None:
     """Both have one bucket of all parameters, in the same order, so that hooks that work across parameters agree too."""
 
@@ -238,13 +276,13 @@ def test_every_hook_is_the_same_under_our_ddp_and_under_torchs(torch_world: Call
         done = {}
         with torch_world(group, "gloo"):
             for name, hook in ALL.items():
-                ours = DistributedDataParallel(make_model(), process_group=group, bucket_cap_mb=100)
+                ours = DistributedDataParallel(mlp(hidden=2, seed=0), process_group=group, bucket_cap_mb=100)
                 ours.set_hook(hook)
-                theirs = TorchDDP(make_model(), bucket_cap_mb=100)
+                theirs = TorchDDP(mlp(hidden=2, seed=0), bucket_cap_mb=100)
                 theirs.register_comm_hook(
                     None, as_torch_hook(hook, group, named_parameters=theirs.module.named_parameters())
                 )
-                done[name] = train(ours, group.rank), train(theirs, group.rank)
+                done[name] = tuple(train(model, group.rank, range(4), lr=0.01) for model in (ours, theirs))
                 ours.replica.detach()
         return done
 

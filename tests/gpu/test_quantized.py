@@ -8,8 +8,7 @@ from torch import Tensor
 
 from gradwire.hooks import CommHook, quantize, sign
 from gradwire.hooks.compressors.quantized import eager
-from gradwire.hooks.compressors.quantized.layout import Layout, Part, Section
-from gradwire.hooks.numerics.slices import Slices
+from gradwire.hooks.compressors.quantized.layout import part_of
 from gradwire.testing import check_hook, simulate
 
 pytestmark = pytest.mark.gpu
@@ -34,10 +33,6 @@ def awkward(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return x.to(dtype).cuda()
 
 
-def part_of(numel: int, bits: int, block: int, rows: int) -> Part:
-    return Layout((Section(bits, Slices(((0, numel),))),), block).parts(rows)[0]
-
-
 CASES = [
     (bits, block, rows, rounding)
     for bits in (8, 4, 2, 1)
@@ -53,7 +48,7 @@ def test_triton_gives_the_bits_of_eager(kernels, bits: int, block: int, rows: in
     key = 1234567 if rounding == "stochastic" else rows % 2 if bits == 1 else None
     for numel in (1, 31, 257, 4096, 100_003):
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            part = part_of(numel, bits, block, rows)
+            part = part_of(numel, bits, block=block, rows=rows)
             x = awkward(numel, dtype)
             messages = [torch.zeros(rows, part.stride, dtype=torch.uint8, device="cuda") for _ in range(2)]
             for way, message in zip((kernels, eager), messages, strict=True):
@@ -61,12 +56,12 @@ def test_triton_gives_the_bits_of_eager(kernels, bits: int, block: int, rows: in
             assert torch.equal(*messages), (numel, dtype, (messages[0] != messages[1]).nonzero()[:4].tolist())
             outs = [torch.empty_like(x) for _ in range(2)]
             for way, out in zip((kernels, eager), outs, strict=True):
-                way.dequantize(messages[0], out, part)
+                way.decode(messages[0], out, part)
             torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
             own = replace(part, numel=min(numel, part.row))
             sums = [torch.empty(own.numel, device="cuda") for _ in range(2)]
             for way, out in zip((kernels, eager), sums, strict=True):
-                way.total(messages[0], out, own, 1 / 3)
+                way.decode(messages[0], out, own, 1 / 3)
             torch.testing.assert_close(*sums, rtol=0, atol=0, equal_nan=True)
 
 
@@ -75,18 +70,18 @@ def test_rows_of_more_bytes_than_32_bits_count(kernels) -> None:  # type: ignore
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of free device memory")
     row = 2**31 + 8192
-    part = part_of(2 * row, 8, 256, 2)
+    part = part_of(2 * row, 8, block=256, rows=2)
     assert part.row == row
     x = torch.zeros(2 * row, dtype=torch.bfloat16, device="cuda")
     x[row - 256 : row], x[-256:], x[:256] = 3.0, 5.0, 7.0
     message = torch.zeros(2, part.stride, dtype=torch.uint8, device="cuda")
     kernels.quantize(x, message, part, None)
     out = torch.ones_like(x)
-    kernels.dequantize(message, out, part)
+    kernels.decode(message, out, part)
     assert torch.equal(out, x)
     del x, out
     total = torch.empty(row, device="cuda")
-    kernels.total(message, total, replace(part, numel=row), 0.5)
+    kernels.decode(message, total, replace(part, numel=row), 0.5)
     assert total[-256:].unique().tolist() == [4.0]
     assert total[:256].unique().tolist() == [3.5]
     assert int(total.count_nonzero()) == 512
@@ -143,7 +138,7 @@ def milliseconds(work, repeats: int = 9, together: int = 20) -> float:  # type: 
 def test_eight_bits_of_a_large_bucket_move_at_the_speed_of_memory(kernels) -> None:  # type: ignore[no-untyped-def]
     """Bytes read and written per second, against those of a copy of the bucket."""
     numel, rows = 100_000_000, 2
-    part = part_of(numel, 8, 256, rows)
+    part = part_of(numel, 8, block=256, rows=rows)
     x = torch.randn(numel, device="cuda")
     message = torch.zeros(rows, part.stride, dtype=torch.uint8, device="cuda")
     out = torch.empty_like(x)
@@ -151,7 +146,7 @@ def test_eight_bits_of_a_large_bucket_move_at_the_speed_of_memory(kernels) -> No
     moved = x.nbytes + message.nbytes
     rates = {
         "quantize": moved / milliseconds(lambda: kernels.quantize(x, message, part, None)) / copied,
-        "dequantize": moved / milliseconds(lambda: kernels.dequantize(message, out, part)) / copied,
+        "dequantize": moved / milliseconds(lambda: kernels.decode(message, out, part)) / copied,
     }
     print({"copy GB/s": copied / 1e6, **rates})
     assert min(rates.values()) >= 0.8, rates

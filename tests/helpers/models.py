@@ -17,3 +17,14 @@ def mlp(*, hidden: int = 1, seed: int | None = None) -> nn.Sequential:
 def inputs(rank: int, step: int = 0, rows: int = 3) -> Tensor:
     """The batch of a rank in a step."""
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(model: nn.Module, rank: int, steps: range, *, lr: float = 0.05) -> Tensor:
+    """Plain SGD on this rank's batches; all parameters afterwards, in one row."""
+    for step in steps:
+        model.zero_grad()
+        model(inputs(rank, step)).pow(2).sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= lr * p.grad  # type: ignore[operator]
+    return torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -13,9 +13,8 @@ from gradwire.hooks.compressors.demo import decoupled_momentum
 from gradwire.hooks.compressors.dgc import dgc
 from gradwire.hooks.compressors.low_rank import power_sgd
 from gradwire.hooks.compressors.quantized import quantize, sign
-from gradwire.hooks.compressors.random_k import random_k
 from gradwire.hooks.compressors.scaled import scaled_cast
-from gradwire.hooks.compressors.sparse import threshold, top_k
+from gradwire.hooks.compressors.sparse import random_k, threshold, top_k
 from gradwire.hooks.dense import cast, mean, reduce_scatter_mean, weighted_mean
 from gradwire.hooks.periodic.base import OuterHook
 from gradwire.hooks.periodic.diloco import diloco, streaming_diloco

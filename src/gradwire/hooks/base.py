@@ -11,7 +11,7 @@ import functools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Flag, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -121,6 +121,8 @@ class CommHook(ABC):
 
     dense_only: bool = False
     """Whether it refuses sparse gradients: it selects, splits or rounds elements."""
+    made_by: str = ""
+    """The function that makes it, which its repr shows; empty for a hook that is made by its class."""
     alone: str = ""
     """For a hook that could be mistaken for a stage: why no hook to its right can send its output. `chain` quotes it."""
 
@@ -181,12 +183,15 @@ class CommHook(ABC):
         return {}
 
     def __repr__(self) -> str:
-        """The class and its plain settings. Ranks compare hooks by it, so it contains nothing specific to a process."""
-        plain = (str, int, float, type(None), torch.dtype, CommHook)
-        settings = [
-            f"{k}={v!r}" for k, v in getattr(self, "__dict__", {}).items() if isinstance(v, plain) and k[:1] != "_"
-        ]
-        return f"{type(self).__qualname__}({', '.join(settings)})"
+        """How it was made, with its plain settings. Ranks compare hooks by it, so it contains nothing specific to a process."""
+        return self._call()
+
+    def _call(self, *hidden: str) -> str:
+        plain = (str, int, float, torch.dtype, CommHook)
+        names = [f.name for f in fields(self)] if is_dataclass(self) else getattr(self, "__dict__", {})
+        shown = {name: getattr(self, name) for name in names if name[:1] != "_" and name not in hidden}
+        settings = ", ".join(f"{name}={value!r}" for name, value in shown.items() if isinstance(value, plain))
+        return f"{self.made_by or type(self).__qualname__}({settings})"
 
     @property
     def structure(self) -> str:

@@ -1,4 +1,4 @@
-"""What a communication hook sees of a bucket: `BucketSpec`, pure data, and `GradBucket`, the bucket itself.
+"""What a communication hook sees of a bucket: `BucketSpec`, pure data, `Slices` of it, and `GradBucket`, the bucket itself.
 
 `GradBucket` has the methods of torch's class of that name, so hooks written for torch run on it unchanged, and also the
 parameters' names.
@@ -7,8 +7,9 @@ parameters' names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,11 @@ class BucketSpec:
         """Where each parameter begins in the flat buffer."""
         return tuple(accumulate(self.numels, initial=0))[:-1]
 
+    def select(self, members: Sequence[int]) -> BucketSpec:
+        """A bucket with only these of the parameters."""
+        kept: Any = {key: tuple(getattr(self, key)[i] for i in members) for key in ("names", "shapes", "strides")}
+        return replace(self, **kept)
+
     def __str__(self) -> str:
         names = ", ".join(self.names[:4])
         more = f" and {len(self.names) - 4} more" if len(self.names) > 4 else ""
@@ -89,6 +95,65 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
             return False
         expected *= length
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Contiguous ranges of a flat buffer, each an offset and a length, in the order in which they are gathered into a row."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, ranges: Sequence[tuple[int, int]]) -> Slices:
+        """These ranges, with adjacent ones merged and empty ones left out.
+
+        >>> Slices.of([(0, 2), (2, 3), (9, 0), (7, 1)]).ranges
+        ((0, 5), (7, 1))
+        """
+        merged: list[tuple[int, int]] = []
+        for offset, length in ranges:
+            if merged and sum(merged[-1]) == offset:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            elif length:
+                merged.append((offset, length))
+        return cls(tuple(merged))
+
+    @property
+    def numel(self) -> int:
+        """Elements of all slices."""
+        return sum(length for _, length in self.ranges)
+
+    def take(self, flat: Tensor) -> Tensor:
+        """The slices of `flat` in one row: a view if there is only one."""
+        views = self._views(flat)
+        return views[0] if len(views) == 1 else torch.cat(views) if views else flat[:0]
+
+    def room(self, flat: Tensor) -> Tensor:
+        """Memory for a row that `put` then writes to `flat`: a view of `flat` if there is only one slice."""
+        return self.take(flat) if len(self.ranges) == 1 else flat.new_empty(self.numel)
+
+    def copy(self, flat: Tensor, row: Tensor) -> None:
+        """Write what `take` returns to the beginning of `row`."""
+        views = self._views(flat)
+        if views:
+            torch.cat(views, out=row[: self.numel])
+
+    def put(self, flat: Tensor, row: Tensor) -> None:
+        """Write `row` to the slices of `flat`; nothing if it is a view of them."""
+        views = self._views(flat)
+        if len(views) == 1 and views[0].data_ptr() == row.data_ptr():
+            return
+        if views:
+            torch._foreach_copy_(views, list(row.view(-1).split([length for _, length in self.ranges])))
+
+    def add(self, flat: Tensor, row: Tensor) -> None:
+        """Add `row` to the slices of `flat`."""
+        views = self._views(flat)
+        for view, piece in zip(views, row.view(-1).split([length for _, length in self.ranges]), strict=bool(views)):
+            view.add_(piece)
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        return [flat.narrow(0, offset, length) for offset, length in self.ranges]
 
 
 class GradBucket:

@@ -5,7 +5,6 @@ They have the trait `DISTORTS`: error feedback around them would undo the change
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,25 +12,29 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError
-from gradwire.hooks.arguments import NamedStage, checks_numbers
+from gradwire.hooks.arguments import NamedStage, checks_arguments
 from gradwire.hooks.base import Reduction, Stage, Trait, Turn
 from gradwire.hooks.composite import Wrapped
 from gradwire.hooks.numerics.elementwise import clip_norms_, real, wide
 from gradwire.hooks.numerics.rng import generator
 
 
-@dataclass(frozen=True, slots=True)
-class Clip(Wrapped):
-    """The stage of `clip`."""
-
-    norm: float | None
-    value: float | None
-
+class _Distorting(Wrapped):
     dense_only = True
 
     @property
     def traits(self) -> Trait:
         return self.inner.traits | Trait.DISTORTS
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Clip(_Distorting):
+    """The stage of `clip`."""
+
+    norm: float | None
+    value: float | None
+
+    made_by = "clip"
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         self.refuse_sparse(grad, turn.spec)
@@ -44,51 +47,34 @@ class Clip(Wrapped):
             clip_norms_(flat, turn.spec, self.norm)
         return (yield from self.inner.reduce(clipped, state, turn))
 
-    def _own(self) -> str:
-        return f"clip(norm={self.norm})" if self.norm is not None else f"clip(value={self.value})"
 
-    def __repr__(self) -> str:
-        return f"{self._own()} > {self.inner!r}"
-
-
-@checks_numbers
+@checks_arguments(norm="(0, inf)", value="(0, inf)")
 def clip(*, norm: float | None = None, value: float | None = None) -> Stage:
     """Clip this rank's gradient before it is sent: each parameter's norm to at most `norm`, or each element to at most `value`.
 
-    The norm is that of each parameter, not of the whole model, because a bucket is sent before the other gradients exist: the
-    norm of the whole gradient is at most norm * sqrt(P) for P parameters. To clip by the norm of the whole model, use
-    torch.nn.utils.clip_grad_norm_ on the average.
-
-    NaN and infinite elements are not hidden: clipped by norm, the parameter becomes NaN; by value, they stay. Put error feedback
-    to the right of it. On the wire: as the inner hook.
+    The norm is that of each parameter, because a bucket is sent before the other gradients exist: that of the whole gradient is at
+    most norm * sqrt(P) for P parameters. NaN and infinite elements are not hidden: clipped by norm, the parameter becomes NaN; by
+    value, they stay. Put error feedback to the right of it. On the wire: as the inner hook.
 
     >>> from gradwire.hooks import chain, mean
     >>> from gradwire.testing import simulate
     >>> simulate(chain(clip(norm=1.0), mean()), [torch.tensor([3.0, 4.0])]).reduced[0].value
     tensor([0.6000, 0.8000])
     """
-    what = f"clip(norm={norm}, value={value})"
     if (norm is None) == (value is None):
-        raise UsageError(f"{what}: no bound given. Pass one of norm and value.")
-    bound = norm if norm is not None else value
-    if bound is None or not (bound > 0 and math.isfinite(bound)):
-        raise UsageError(f"{what}: the bound must be finite and above 0.")
+        raise UsageError(f"clip(norm={norm}, value={value}): no bound given. Pass one of norm and value.")
     call = f"clip(norm={norm})" if value is None else f"clip(value={value})"
     return NamedStage(call, lambda inner: Clip(inner, norm, value))
 
 
-@dataclass(frozen=True, slots=True)
-class AddNoise(Wrapped):
+@dataclass(frozen=True, slots=True, repr=False)
+class AddNoise(_Distorting):
     """The stage of `add_noise`."""
 
     std: float
     seed: int
 
-    dense_only = True
-
-    @property
-    def traits(self) -> Trait:
-        return self.inner.traits | Trait.DISTORTS
+    made_by = "add_noise"
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         self.refuse_sparse(grad, turn.spec)
@@ -100,20 +86,13 @@ class AddNoise(Wrapped):
         # Noise stages to its right with the same seed draw different noise.
         return (yield from self.inner.reduce(noisy, state, replace(turn, path=f"{turn.path}/noise")))
 
-    def __repr__(self) -> str:
-        return f"add_noise(std={self.std}, seed={self.seed}) > {self.inner!r}"
 
-
-@checks_numbers
+@checks_arguments(std="(0, inf)")
 def add_noise(*, std: float, seed: int = 0) -> Stage:
     """Add Gaussian noise of this standard deviation to each element, independent on each rank. (arXiv 1511.06807, 1607.00133)
 
-    The average then has noise of std / sqrt(n) for n ranks. `sent` includes the noise, also on ranks that have run out of inputs.
-    On the wire: as the inner hook.
-
-    With `clip(norm=c)` to its left a rank sends the output of a Gaussian mechanism with a sensitivity of c * sqrt(P) for P
-    parameters. Not differential privacy by itself: there is no accounting, and who has the seed can subtract the noise.
+    The average then has noise of std / sqrt(n) for n ranks. With `clip(norm=c)` to its left a rank sends the output of a Gaussian
+    mechanism with a sensitivity of c * sqrt(P) for P parameters. Not differential privacy by itself: there is no accounting, and
+    who has the seed can subtract the noise. On the wire: as the inner hook.
     """
-    if not (std > 0 and math.isfinite(std)):
-        raise UsageError(f"add_noise(std={std}): the standard deviation must be finite and above 0.")
     return NamedStage(f"add_noise(std={std})", lambda inner: AddNoise(inner, std, seed))

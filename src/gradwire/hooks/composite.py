@@ -5,7 +5,6 @@ A combinator defines `reduce` and whatever differs from what is folded over its 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,19 +14,24 @@ from torch import Tensor
 
 from gradwire.hooks.base import CommHook, Trait
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.state import add_owed, bundle, pick
+from gradwire.hooks.numerics.elementwise import wide
+from gradwire.hooks.state import add_owed, bundle, join_flat, pick, split_flat
 
 
 class Composite(CommHook):
     """A hook made of hooks. What a subclass does not define is folded over `parts`.
 
-    The state of a bucket is a dict with the state of each part under the part's name; saved states have the same keys.
+    The state of a bucket is a dict with the state of each part under the part's name, and a tensor of the bucket's size for each
+    name in `tensors`, zero at first and in float32 for 16-bit gradients. Saved states have the same keys.
     """
 
+    tensors: tuple[str, ...] = ()
+    """What it keeps by itself. It belongs to its rank, so it is not shared."""
+
     @property
-    @abstractmethod
     def parts(self) -> Mapping[str, CommHook]:
         """The hooks inside, by the name under which their state is saved."""
+        return {}
 
     @property
     def traits(self) -> Trait:
@@ -40,10 +44,13 @@ class Composite(CommHook):
             part.check(spec)
 
     def init(self, spec: BucketSpec) -> Any:
-        return {name: part.init(spec) for name, part in self.parts.items()}
+        return self._own({}, spec) | {name: part.init(spec) for name, part in self.parts.items()}
+
+    def _own(self, saved: Mapping[str, Any], spec: BucketSpec) -> dict[str, Any]:
+        return {name: join_flat(pick(saved, name), spec, dtype=wide(spec.dtype)) for name in self.tensors}
 
     def error(self, spec: BucketSpec) -> float:
-        return max(part.error(spec) for part in self.parts.values())
+        return max((part.error(spec) for part in self.parts.values()), default=CommHook.error(self, spec))
 
     def save_parts(self, state: Mapping[str, Any], spec: BucketSpec) -> dict[str, dict[str, Any]]:
         """What each part that has a state saves, by part."""
@@ -54,10 +61,11 @@ class Composite(CommHook):
         return {name: part.shared(pick(saved, name)) for name, part in self.parts.items()}
 
     def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
-        return bundle(**self.save_parts(state, spec))
+        own = {name: split_flat(state[name], spec) for name in self.tensors}
+        return bundle(**own, **self.save_parts(state, spec))
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        return {name: part.load(pick(saved, name), spec) for name, part in self.parts.items()}
+        return self._own(saved, spec) | {n: part.load(pick(saved, n), spec) for n, part in self.parts.items()}
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         return bundle(**self.shared_parts(saved))
@@ -65,13 +73,14 @@ class Composite(CommHook):
     @property
     def structure(self) -> str:
         """The class, and the structure of each part."""
-        return f"{type(self).__qualname__}({'; '.join(part.structure for part in self.parts.values())})"
+        inside = "; ".join(part.structure for part in self.parts.values())
+        return f"{type(self).__qualname__}({inside})" if self.parts else type(self).__qualname__
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
         return add_owed(*(part.owed(pick(saved, name)) for name, part in self.parts.items()))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Wrapped(CommHook):
     """A hook around one other, as stages make it. What a subclass does not define is that of the inner hook, state included.
 
@@ -126,3 +135,6 @@ class Wrapped(CommHook):
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
         """What the inner hook owes, unless it saves state of its own."""
         return self.inner.owed(saved) if type(self).save is Wrapped.save else CommHook.owed(self, saved)
+
+    def __repr__(self) -> str:
+        return f"{self._call('inner')} > {self.inner!r}"

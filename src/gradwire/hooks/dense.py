@@ -11,17 +11,18 @@ from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from gradwire.errors import UsageError
-from gradwire.hooks.arguments import NamedStage
+from gradwire.hooks.arguments import NamedStage, refuse_traits
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Wrapped
 from gradwire.hooks.numerics.elementwise import padded, wide
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Mean(CommHook):
     """The hook of `mean`."""
 
+    made_by = "mean"
     collectives = 1
     passes_nonfinite = True
 
@@ -38,9 +39,6 @@ class Mean(CommHook):
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return None if spec.sparse else 2 * (world_size - 1) / world_size * spec.nbytes
 
-    def __repr__(self) -> str:
-        return "mean()"
-
 
 MEAN = Mean()
 """The default of hooks that take another."""
@@ -51,10 +49,11 @@ def mean() -> CommHook:
     return Mean()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ReduceScatterMean(CommHook):
     """The hook of `reduce_scatter_mean`."""
 
+    made_by = "reduce_scatter_mean"
     collectives = 2
     dense_only = True
     passes_nonfinite = True
@@ -62,7 +61,7 @@ class ReduceScatterMean(CommHook):
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         self.refuse_sparse(grad, turn.spec)
         label, size = f"bucket {turn.spec.index}", turn.world_size
-        row = padded(grad, size)
+        row = padded(grad, -(-grad.numel() // size) * size)
         mine = grad.new_empty(row.numel() // size)
         yield reduce_scatter_tensor(mine, row, op=ReduceOp.AVG, label=label)
         if turn.divisor is not None:
@@ -74,9 +73,6 @@ class ReduceScatterMean(CommHook):
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return 2 * (world_size - 1) * -(-spec.numel // world_size) * spec.dtype.itemsize
 
-    def __repr__(self) -> str:
-        return "reduce_scatter_mean()"
-
 
 def reduce_scatter_mean() -> CommHook:
     """The plain average as a reduce-scatter and an all-gather, for engines on which these are faster than an all-reduce.
@@ -86,10 +82,11 @@ def reduce_scatter_mean() -> CommHook:
     return ReduceScatterMean()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class WeightedMean(CommHook):
     """The hook of `weighted_mean`."""
 
+    made_by = "weighted_mean"
     collectives = 1
     traits = Trait.WEIGHS
     dense_only = True
@@ -98,7 +95,7 @@ class WeightedMean(CommHook):
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         if not (turn.weight >= 0 and math.isfinite(turn.weight)):
             raise UsageError(
-                f"weighted_mean on rank {turn.rank}: weight {turn.weight} is negative or not finite. Pass a count of samples."
+                f"weighted_mean on rank {turn.rank}: weight {turn.weight} is no count. Pass a number of samples."
             )
         self.refuse_sparse(grad, turn.spec)
         # bfloat16 rounds counts of samples above 256, and float16 soon overflows.
@@ -113,16 +110,13 @@ class WeightedMean(CommHook):
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return 2 * (world_size - 1) / world_size * (spec.numel + 1) * wide(spec.dtype).itemsize
 
-    def __repr__(self) -> str:
-        return "weighted_mean()"
-
 
 def weighted_mean() -> CommHook:
     """The average weighted by rank, for ranks with batches of different size.
 
     Set the weight before backward: `model.set_weight(len(batch))`. With a loss averaged over the batch, the result is the
-    gradient of the loss averaged over all samples of all ranks. On the wire: as `mean` for the bucket and one element; 16-bit
-    gradients are sent as float32, since their sum over samples may overflow float16, and bfloat16 rounds counts above 256.
+    gradient of the loss averaged over all samples of all ranks. On the wire: as `mean` for the bucket and one element, at least in
+    float32.
     """
     return WeightedMean()
 
@@ -140,17 +134,13 @@ class Cast(Wrapped):
 
     def narrowest(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the cast, or one to which it is converted inside."""
-        if not dtype.is_floating_point:
-            return dtype
-        inside = self.inner.narrowest(self.dtype)
-        return min(dtype, inside, key=lambda one: torch.finfo(one).max)
+        options = (dtype, self.inner.narrowest(self.dtype))
+        return min(options, key=lambda one: torch.finfo(one).max) if dtype.is_floating_point else dtype
 
     def __post_init__(self) -> None:
-        if self.inner.remembers:
-            raise UsageError(
-                f"cast({self.dtype}) around {self.inner!r}: what the inner hook keeps for later would be kept in {self.dtype}, "
-                "which loses the small errors it is meant to keep. Put error_feedback() to the left of the cast."
-            )
+        why = f"what the inner hook keeps for later would be kept in {self.dtype}, which loses the small errors it is meant to keep"
+        advice = "Put error_feedback() to the left of the cast."
+        refuse_traits(f"cast({self.dtype}) around {self.inner!r}", self.inner, {Trait.REMEMBERS: f"{why}. {advice}"})
 
     def inside(self, spec: BucketSpec) -> BucketSpec:
         # Complex gradients are not converted: a real dtype would silently drop their imaginary part.
@@ -169,15 +159,14 @@ class Cast(Wrapped):
 def cast(dtype: torch.dtype) -> Stage:
     """Reduce in `dtype`, such as torch.bfloat16, and convert back. On the wire: itemsize(dtype) / itemsize(grad) of it.
 
-    Values beyond the range of `dtype` become infinite, as in torch's fp16_compress_hook: above 65504 for torch.float16 (also the
-    sum over all ranks, where the engine adds in float16), and values below 6e-8 become zero. `scaled_cast` moves gradients into
-    that range first, at the price of one more, tiny, collective. Complex gradients are not converted.
+    Values beyond the range of `dtype` become infinite: above 65504 for torch.float16 (also the sum over all ranks, where the engine
+    adds in float16), and values below 6e-8 become zero. `scaled_cast` moves gradients into that range first. Complex gradients are
+    not converted.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise UsageError(f"cast({dtype!r}): not a floating-point dtype. Use torch.bfloat16 or torch.float16.")
     if dtype.itemsize == 1:
         raise UsageError(
-            f"cast({dtype}): the range of 8 bits is too small for unscaled gradients, and no engine adds them accurately. "
-            f"Use scaled_cast({dtype})."
+            f"cast({dtype}): the range of 8 bits is too small for unscaled gradients. Use scaled_cast({dtype})."
         )
     return NamedStage(f"cast({dtype})", lambda inner: Cast(inner, dtype))

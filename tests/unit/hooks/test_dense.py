@@ -23,15 +23,10 @@ from gradwire.hooks import (
     reduce_scatter_mean,
     weighted_mean,
 )
-from gradwire.testing import check_hook, simulate
-from helpers.laws import laws_in
+from gradwire.testing import simulate
+from helpers.buckets import bucket, gradients
 
 NARROW = [torch.bfloat16, torch.float16]
-
-
-def gradients(ranks: int, numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(numel, generator=generator).to(dtype) for _ in range(ranks)]
 
 
 def average(values: list[Tensor]) -> Tensor:
@@ -52,12 +47,6 @@ def test_mean_is_the_mean_on_every_rank(ranks: int, numel: int, donated: bool) -
     assert done.nbytes == 4 * numel
 
 
-def test_mean_sends_what_it_was_given() -> None:
-    brought = gradients(3, 5)
-    for (_, sent), grad in zip(simulate(mean(), brought).reduced, brought, strict=True):
-        assert torch.equal(sent, grad)
-
-
 def test_mean_divides_by_those_who_still_have_inputs() -> None:
     brought = [torch.tensor([2.0]), torch.tensor([4.0]), torch.tensor([0.0])]
     for donated in (False, True):
@@ -74,13 +63,6 @@ def test_mean_of_complex_and_of_sparse_gradients() -> None:
 
 
 # -- reduce_scatter_mean -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("hook", [reduce_scatter_mean(), chain(cast(torch.bfloat16), reduce_scatter_mean())], ids=repr)
-def test_laws_of_reduce_scatter_mean(hook: CommHook, dtype: torch.dtype) -> None:
-    shapes = ((5, 3), ())  # 16 elements: whole slices on 1 and 2 ranks, padded on 3
-    check_hook(hook, dtype=dtype, shapes=shapes, laws=laws_in(dtype))
 
 
 @pytest.mark.parametrize("numel", [0, 1, 6, 7])
@@ -115,12 +97,6 @@ def test_weighted_mean_weights_each_rank(weights: list[int], donated: bool) -> N
     torch.testing.assert_close(average([sent for _, sent in done.reduced]), expected)
 
 
-def test_weights_as_large_as_batches_survive_a_narrow_dtype() -> None:
-    brought = [torch.tensor([1.0], dtype=torch.bfloat16)] * 2
-    done = simulate(weighted_mean(), brought, weights=[257.0, 258.0])
-    assert done.reduced[0].value.item() == 1.0
-
-
 def test_the_sum_of_weights_does_not_overflow_in_float16() -> None:
     brought = [torch.tensor([3.0, 100.0], dtype=torch.float16), torch.tensor([1.0, 200.0], dtype=torch.float16)]
     done = simulate(weighted_mean(), brought, weights=[40000.0, 40000.0])
@@ -131,7 +107,7 @@ def test_the_sum_of_weights_does_not_overflow_in_float16() -> None:
 
 
 def test_weighted_mean_refuses_bad_weights() -> None:
-    with pytest.raises(UsageError, match=r"rank 0: weight -1\.0 is negative"):
+    with pytest.raises(UsageError, match=r"rank 0: weight -1\.0 is no count"):
         simulate(weighted_mean(), [torch.ones(1)], weights=[-1.0])
     with pytest.raises(UsageError, match=r"rank 0: weight nan"):
         simulate(weighted_mean(), [torch.ones(1)], weights=[float("nan")])
@@ -194,10 +170,10 @@ class Remembers(CommHook):
 
 def test_the_hook_inside_a_cast_sees_the_narrow_dtype() -> None:
     hook = chain(cast(torch.bfloat16), Remembers())
-    spec = BucketSpec(0, ("w",), ((3,),), ((1,),), torch.float32, torch.device("cpu"))
+    spec = bucket((3,))
     done = simulate(hook, [torch.zeros(3)], spec=spec)
     saved = hook.save(done.states[0], spec)
-    assert saved == {"w": torch.bfloat16}
+    assert saved == {"p0": torch.bfloat16}
     assert hook.load(saved, spec) == torch.bfloat16
 
 
@@ -214,12 +190,9 @@ def test_chain_puts_the_left_one_outermost() -> None:
         "cast(torch.float16) > cast(torch.bfloat16) > mean()"
     )
     assert chain(mean()) == mean()
-    assert repr(weighted_mean()) == "weighted_mean()"
-
-
-def test_hooks_are_values() -> None:
-    assert chain(cast(torch.bfloat16), mean()) == chain(cast(torch.bfloat16), mean())
-    assert chain(cast(torch.bfloat16), mean()) != chain(cast(torch.float16), mean())
+    assert (
+        chain(cast(torch.bfloat16), mean()) == chain(cast(torch.bfloat16), mean()) != chain(cast(torch.float16), mean())
+    )
     assert hash(mean()) == hash(mean())
 
 

@@ -98,14 +98,6 @@ def test_the_same_bits_without_numba(dtype: torch.dtype, monkeypatch: pytest.Mon
     assert plain.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("given", "advice"),
-    [
-        ([mean()], r"chain\(error_feedback\(\), mean\(\)\)"),
-        ([cast(torch.bfloat16)], r"chain\(error_feedback\(\), cast\(torch.bfloat16\), mean\(\)\)"),
-        ([3], r"chain\(error_feedback\(\), mean\(\)\)"),
-    ],
-)
-def test_a_hook_as_argument_is_an_error_that_says_what_to_write(given: list[Any], advice: str) -> None:
-    with pytest.raises(UsageTypeError, match=rf"takes no arguments. Chain it with the hook: {advice}"):
-        error_feedback(*given)
+def test_a_hook_as_argument_is_an_error_that_shows_what_to_write() -> None:
+    with pytest.raises(UsageTypeError, match=r"takes no arguments. Use chain\(error_feedback\(\), mean\(\)\)"):
+        error_feedback(mean())

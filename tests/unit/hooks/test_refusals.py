@@ -1,4 +1,4 @@
-"""Invalid combinations are refused when they are built: all of them in one table."""
+"""Invalid combinations and numbers are refused when a hook is built: all of them in tables. And what built hooks look like."""
 
 from __future__ import annotations
 
@@ -97,8 +97,6 @@ REFUSED: dict[str, tuple[Callable[[], CommHook], str]] = {
     ),
     "weights within hosts": (lambda: hierarchical(inside=weighted_mean(), across=mean()), "not the weighted mean"),
     "weights between hosts": (lambda: hierarchical(across=after(3, weighted_mean())), "not the weighted mean"),
-    "before the first step": (lambda: after(-1, mean()), "a negative step"),
-    "no such step": (lambda: every(0, mean()), "there is no such step"),
     "a stage for a hook, after": (lambda: after(1, cast(torch.bfloat16)), "is a stage"),  # type: ignore[arg-type]
     "a stage for a hook, every": (lambda: every(2, mean(), otherwise=3), "`otherwise` must be a CommHook, got 3"),  # type: ignore[arg-type]
     "a stage for a hook, hierarchical": (lambda: hierarchical(across=None), "`across` must be a CommHook, got None"),  # type: ignore[arg-type]
@@ -145,6 +143,62 @@ def test_what_is_not_a_number_is_refused_as_it_was_written(name: str, argument: 
     words = rf"{name}\({argument}={re.escape(repr(wrong))}\): `{argument}` must be a (whole )?number, got {type(wrong).__name__}"
     with pytest.raises(UsageTypeError, match=words):
         getattr(hooks, name)(**arguments)
+
+
+OUT_OF_RANGE: list[tuple[str, str, Any]] = [
+    *(("add_noise", "std", wrong) for wrong in (0.0, float("inf"), float("nan"))),
+    *(("after", "step", -1), ("by_size", "numel", -1), ("clip", "norm", 0.0), ("clip", "value", float("nan"))),
+    *(("decoupled_momentum", "decay", 1.0), ("decoupled_momentum", "chunk", 0), ("decoupled_momentum", "k", 0)),
+    *(("dgc", "ratio", 0.0), ("dgc", "momentum", 1.0), ("dgc", "warmup_steps", -1), ("dgc", "clip", 0.0)),
+    *(("diloco", "every", 0), ("diloco", "outer_lr", 0), ("diloco", "outer_momentum", 1.0), ("every", "n", 0)),
+    *(("gossip", "every", 0), ("local_sgd", "every", 0), ("post_local_sgd", "start", -1), ("power_sgd", "rank", 0)),
+    *(("power_sgd", "min_compression", wrong) for wrong in (0.5, float("nan"))),
+    *(("random_k", "ratio", 0.0), ("streaming_diloco", "fragments", 0), ("streaming_diloco", "alpha", 1.0)),
+    *(("threshold", "value", float("inf")), ("threshold", "relative", 2.0), ("top_k", "ratio", 1.5), ("top_k", "k", 0)),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "wrong"), OUT_OF_RANGE)
+def test_a_number_out_of_range_is_refused_with_its_range(name: str, argument: str, wrong: Any) -> None:
+    words = rf"{name}\({argument}={re.escape(repr(wrong))}\): `{argument}` must be a (whole )?number in [\[(].*[\])]\.$"
+    with pytest.raises(UsageError, match=words):
+        getattr(hooks, name)(**{**NEEDED.get(name, {}), argument: wrong})
+
+
+REPRS = {
+    "weighted_mean()": weighted_mean(),
+    "top_k(ratio=0.1)": hooks.top_k(ratio=0.1),
+    "top_k(k=2, values=torch.bfloat16)": hooks.top_k(k=2, values=torch.bfloat16),
+    "threshold(relative=0.5)": hooks.threshold(relative=0.5),
+    "dgc(ratio=0.1, momentum=0.9, warmup_steps=0)": hooks.dgc(0.1),
+    "sign(scale='mean', per='parameter')": hooks.sign(),
+    "quantize(bits={'*.bias': 8, '*': 4}, block=64, rounding='stochastic', seed=3)": hooks.quantize(
+        {"*.bias": 8, "*": 4}, block=64, rounding="stochastic", seed=3
+    ),
+    "power_sgd(rank=4, batched=False, warm_start=True, min_compression=2.0, seed=0)": hooks.power_sgd(4),
+    "random_k(ratio=0.1, seed=2) > mean()": chain(hooks.random_k(0.1, seed=2), mean()),
+    "clip(norm=1.0) > add_noise(std=0.5, seed=4) > mean()": chain(
+        hooks.clip(norm=1.0), hooks.add_noise(std=0.5, seed=4), mean()
+    ),
+    "error_feedback() > scaled_cast(torch.float16) > mean()": chain(
+        error_feedback(), hooks.scaled_cast(torch.float16), mean()
+    ),
+    "scaled_cast(torch.float8_e5m2) > mean()": chain(hooks.scaled_cast(torch.float8_e5m2), mean()),
+    "masked('*.weight', cast(torch.bfloat16) > mean(), otherwise=mean())": masked("*.weight", HALF),
+    "by_size(nbytes=9, small=mean(), large=mean())": by_size(nbytes=9, large=mean()),
+    "after(3, cast(torch.bfloat16) > mean(), before=mean())": after(3, HALF),
+    "every(2, mean(), otherwise=cast(torch.bfloat16) > mean())": every(2, mean(), otherwise=HALF),
+    "gossip(topology='random', every=2, seed=5)": hooks.gossip(topology="random", every=2, seed=5),
+    "diloco(every=4, outer_lr=0.7, outer_momentum=0.9, nesterov=True, hook=mean())": hooks.diloco(every=4),
+    "streaming_diloco(every=4, outer_lr=0.7, outer_momentum=0.9, nesterov=True, hook=mean(), fragments=2, delay=1, alpha=0.5)": (
+        hooks.streaming_diloco(every=4, fragments=2, delay=1, alpha=0.5)
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "hook"), REPRS.items(), ids=REPRS)
+def test_the_repr_is_the_call_that_makes_it(text: str, hook: CommHook) -> None:
+    assert repr(hook) == text
 
 
 def torch_style(state: Any, bucket: Any) -> Any:

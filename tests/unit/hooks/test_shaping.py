@@ -11,37 +11,12 @@ from torch import Tensor, nn
 
 from gradwire.errors import UsageError
 from gradwire.groups import Group
-from gradwire.hooks import (
-    BucketSpec,
-    CommHook,
-    Trait,
-    add_noise,
-    cast,
-    chain,
-    clip,
-    dgc,
-    error_feedback,
-    mean,
-    random_k,
-    top_k,
-)
+from gradwire.hooks import CommHook, Trait, add_noise, cast, chain, clip, dgc, error_feedback, mean, random_k
 from gradwire.parallel import DistributedDataParallel
-from gradwire.testing import check_hook, run_ranks, simulate
-from helpers.laws import laws_in
+from gradwire.testing import run_ranks, simulate
+from helpers.buckets import bucket
 
-SPEC = BucketSpec(0, ("a", "b"), ((2,), (2,)), ((1,), (1,)), torch.float32, torch.device("cpu"))
-HOOKS = [
-    chain(clip(norm=1.0), mean()),
-    chain(clip(norm=1.0), cast(torch.bfloat16), mean()),
-    chain(clip(value=0.5), error_feedback(), top_k(ratio=0.1)),
-    chain(clip(value=0.5), add_noise(std=0.1, seed=3), mean()),
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("hook", HOOKS, ids=repr)
-def test_laws(hook: CommHook, dtype: torch.dtype) -> None:
-    check_hook(hook, dtype=dtype, laws=laws_in(dtype))
+SPEC = bucket((2,), (2,))
 
 
 @pytest.mark.parametrize("donated", [False, True])
@@ -95,13 +70,6 @@ def test_clip_by_value() -> None:
     assert done.reduced[0].value.tolist() == [1 - 1j, 0.5j]
 
 
-def test_clip_does_not_hide_non_finite_values() -> None:
-    for bad in (float("nan"), float("inf"), float("-inf")):
-        for stage in (clip(norm=1.0), clip(value=1.0)):
-            brought = [torch.tensor([1.0, bad, 0.0, 0.0])]
-            assert not torch.isfinite(simulate(chain(stage, mean()), brought, spec=SPEC).reduced[0].value[1])
-
-
 def test_large_half_gradients_have_a_norm() -> None:
     brought = [torch.full((4,), 6e4, dtype=torch.float16)]
     value = simulate(chain(clip(norm=1.0), mean()), brought).reduced[0].value
@@ -131,11 +99,7 @@ def test_noise_differs_on_every_rank_and_step(dtype: torch.dtype) -> None:
     [
         (lambda: clip(), "Pass one of norm and value"),
         (lambda: clip(norm=1.0, value=1.0), "Pass one of norm and value"),
-        (lambda: clip(norm=0.0), "finite and above 0"),
-        (lambda: clip(value=float("nan")), "finite and above 0"),
         (lambda: chain(random_k(0.5), cast(torch.bfloat16), clip(norm=1.0), mean()), "to the left of random_k"),
-        (lambda: add_noise(std=0.0), "finite and above 0"),
-        (lambda: add_noise(std=float("inf")), "finite and above 0"),
         (lambda: chain(error_feedback(), clip(norm=1.0), mean()), "changes gradients on purpose"),
         (lambda: chain(error_feedback(), add_noise(std=1.0), mean()), "changes gradients on purpose"),
     ],
@@ -147,8 +111,6 @@ def test_refused_when_built(build: Any, words: str) -> None:
 
 def test_repr_and_traits() -> None:
     hook = chain(clip(norm=1.0), add_noise(std=0.5, seed=4), mean())
-    assert repr(hook) == "clip(norm=1.0) > add_noise(std=0.5, seed=4) > mean()"
-    assert repr(chain(clip(value=1.0), mean())) == "clip(value=1.0) > mean()"
     assert Trait.DISTORTS in hook.traits
     assert Trait.DISTORTS not in mean().traits
     assert hook.collectives == 1

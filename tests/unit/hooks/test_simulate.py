@@ -165,42 +165,25 @@ def test_usage_errors(gradients: list[Tensor], words: str) -> None:
         simulate(Scripted(sends), gradients)
 
 
-def returns_nothing(grad: Tensor, state: Any, turn: Turn) -> Any:
-    yield all_reduce(grad.clone())
+def returns(
+    make: Callable[[Tensor], Any], yields: Callable[[Tensor], Any] = lambda grad: all_reduce(grad.clone())
+) -> Any:
+    def script(grad: Tensor, state: Any, turn: Turn) -> Any:
+        yield yields(grad)
+        return make(grad)
 
-
-def returns_a_list(grad: Tensor, state: Any, turn: Turn) -> Any:
-    yield all_reduce(grad.clone())
-    return Reduced([1.0], grad)  # type: ignore[arg-type]
-
-
-def returns_another_size(grad: Tensor, state: Any, turn: Turn) -> Any:
-    yield all_reduce(grad.clone())
-    return Reduced(grad[:1], grad)
-
-
-def returns_another_dtype(grad: Tensor, state: Any, turn: Turn) -> Any:
-    yield all_reduce(grad.clone())
-    return Reduced(grad.double(), grad)
-
-
-def yields_a_tensor(grad: Tensor, state: Any, turn: Turn) -> Any:
-    yield grad
-
-
-def is_no_generator(grad: Tensor, state: Any, turn: Turn) -> Any:
-    return Reduced(grad, grad)
+    return script
 
 
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        (returns_nothing, r"reduce\(\) returned NoneType, not Reduced"),
-        (returns_a_list, "Reduced with a value of list, not a tensor"),
-        (returns_another_size, "returned torch.float32 of 1 elements for a bucket of torch.float32 with 2"),
-        (returns_another_dtype, "returned torch.float64 of 2 elements"),
-        (yields_a_tensor, "yielded Tensor, not a Collective"),
-        (is_no_generator, r"reduce\(\) is not a generator but returned Reduced"),
+        (returns(lambda grad: None), r"reduce\(\) returned NoneType, not Reduced"),
+        (returns(lambda grad: Reduced([1.0], grad)), "Reduced with a value of list, not a tensor"),  # type: ignore[arg-type]
+        (returns(lambda grad: Reduced(grad[:1], grad)), "float32 of 1 elements for a bucket of torch.float32 with 2"),
+        (returns(lambda grad: Reduced(grad.double(), grad)), "returned torch.float64 of 2 elements"),
+        (returns(lambda grad: None, yields=lambda grad: grad), "yielded Tensor, not a Collective"),
+        (lambda grad, state, turn: Reduced(grad, grad), r"reduce\(\) is not a generator but returned Reduced"),
     ],
 )
 def test_a_hook_that_breaks_its_contract_is_named(script: Callable[..., Any], words: str) -> None:

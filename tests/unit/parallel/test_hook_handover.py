@@ -160,7 +160,7 @@ def test_other_structures_start_at_step_0_and_are_not_loaded(one: CommHook, othe
 
 def test_what_is_owed_is_saved_until_it_is_sent() -> None:
     states = states_of(FED)
-    states.of(SPEC).residual.fill_(2.0)
+    states.of(SPEC)["residual"].fill_(2.0)
     owing = states.transfer_to(mean(), step=3)
     again = from_dict(to_dict(owing, rank=1, step=0), mean(), rank=1)
     elsewhere = from_dict(to_dict(owing, rank=1, step=0), mean(), rank=0)
@@ -226,7 +226,7 @@ def test_states_of_the_format_before_load(hook: str, now: CommHook) -> None:
     old = {"version": 1, "hook": hook, "rank": 0, "step": 5, "state": residual}
     states = from_dict(old, now, rank=0)
     assert states.steps == 5
-    assert states.of(SPEC).residual.tolist() == [3.0] * 6 + [4.0] * 4
+    assert states.of(SPEC)["residual"].tolist() == [3.0] * 6 + [4.0] * 4
     with pytest.raises(HookError, match="saved under the hook"):
         from_dict(old, mean(), rank=0)
 

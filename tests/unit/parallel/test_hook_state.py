@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from gradwire.interop import as_fsdp_hook, as_torch_hook
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.testing import run_ranks
+from helpers.models import train
 
 SMALL = 0.0001
 HOOK = chain(error_feedback(), cast(torch.bfloat16), mean())
@@ -104,17 +106,6 @@ def build(group: Group, hook: CommHook) -> DDP:
     return ddp
 
 
-def train(model: nn.Module, rank: int, steps: range) -> Tensor:
-    for step in steps:
-        model.zero_grad()
-        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + rank))
-        model(inputs).pow(2).sum().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.05 * p.grad  # type: ignore[operator]
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 def through_file(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
@@ -125,9 +116,14 @@ def through_file(state: Any) -> Any:
 # -- there and back ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hook", [HOOK, Noisy()], ids=repr)
-@pytest.mark.parametrize("saved_after", [0, 1, 4])
-@pytest.mark.parametrize("loaded_after", [0, 1, 3])
+ACROSS = chain(error_feedback(), quantize(bits=4, block=32, rounding="stochastic"))
+"""A block of it holds other elements if the first step after a checkpoint has all parameters in one bucket."""
+
+
+@pytest.mark.parametrize(
+    ("hook", "saved_after", "loaded_after"),
+    [*product((HOOK, Noisy()), (0, 1, 4), (0, 1, 3)), *product((ACROSS,), (1, 2, 5), (0,))],
+)
 def test_training_goes_on_as_if_it_had_not_stopped(hook: CommHook, saved_after: int, loaded_after: int) -> None:
     """Saved before the first step, before the rebuild or after it; loaded into a model that is before or after its own."""
 
@@ -147,25 +143,6 @@ def test_training_goes_on_as_if_it_had_not_stopped(hook: CommHook, saved_after: 
             "rank": group.rank,
             "step": saved_after,
         }
-        return expected, train(other, group.rank, range(saved_after, 8))
-
-    for expected, resumed in run_ranks(rank_main, 2):
-        assert torch.equal(expected, resumed)
-
-
-@pytest.mark.parametrize("saved_after", [1, 2, 5])
-def test_hooks_that_look_across_parameters_go_on_with_the_buckets_of_the_run_that_saved(saved_after: int) -> None:
-    """A block of a quantized bucket holds other elements if the first step after a checkpoint has all parameters in one bucket."""
-    hook = chain(error_feedback(), quantize(bits=4, block=32, rounding="stochastic"))
-
-    def rank_main(group: Group) -> tuple[Tensor, Tensor]:
-        whole = build(group, hook)
-        train(whole, group.rank, range(saved_after))
-        state = through_file({"model": whole.state_dict(), "hook": whole.hook_state_dict()})
-        expected = train(whole, group.rank, range(saved_after, 8))
-        other = build(group, hook)
-        other.load_state_dict(state["model"])
-        other.load_hook_state_dict(state["hook"])
         return expected, train(other, group.rank, range(saved_after, 8))
 
     for expected, resumed in run_ranks(rank_main, 2):

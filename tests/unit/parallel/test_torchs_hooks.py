@@ -43,58 +43,34 @@ def train(model: nn.Module, rank: int, *, by_hand: bool = True) -> Tensor:
 # -- how each is registered; imported in the ranks, since some take their time ------------------------------------------------
 
 
-def allreduce(model: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
+def shipped(module: str) -> Any:
+    return importlib.import_module(f"torch.distributed.algorithms.ddp_comm_hooks.{module}")
 
 
-def allreduce_with_its_group(model: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    model.register_comm_hook(model.process_group, default_hooks.allreduce_hook)
+def of(module: str, hook: str, state: Callable[[Any], Any] = lambda model: None) -> Setup:
+    return lambda model: model.register_comm_hook(state(model), getattr(shipped(module), hook))
 
 
-def fp16(model: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+def low_rank(model: Any) -> Any:
+    return shipped("powerSGD_hook").PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
 
 
 def fp16_wrapper(model: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    model.register_comm_hook(state, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook))
-
-
-def bf16(model: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    hook = shipped("default_hooks").fp16_compress_wrapper(shipped("powerSGD_hook").powerSGD_hook)
+    model.register_comm_hook(low_rank(model), hook)
 
 
 def bf16_wrapper(model: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    model.register_comm_hook(None, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook))
-
-
-def power_sgd(model: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    hooks = shipped("default_hooks")
+    model.register_comm_hook(None, hooks.bf16_compress_wrapper(hooks.allreduce_hook))
 
 
 def batched_power_sgd(model: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    plain = powerSGD_hook._orthogonalize
+    module = shipped("powerSGD_hook")
+    plain = module._orthogonalize
     # torch 2.13: the hook hands its helper one matrix, not a batch. `trained` restores it.
-    powerSGD_hook._orthogonalize = lambda m, *rest: plain(m if m.dim() == 3 else m[None], *rest)
-    model.register_comm_hook(state, powerSGD_hook.batched_powerSGD_hook)
+    module._orthogonalize = lambda m, *rest: plain(m if m.dim() == 3 else m[None], *rest)
+    model.register_comm_hook(low_rank(model), module.batched_powerSGD_hook)
 
 
 class AsOverNccl:
@@ -111,32 +87,13 @@ class AsOverNccl:
         return SimpleNamespace(get_future=lambda: future.then(lambda f: [torch.stack(f.value())]))
 
 
-def quantization_per_tensor(model: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
-
-    quantization_hooks.dist = AsOverNccl()
-    model.register_comm_hook(None, quantization_hooks.quantization_pertensor_hook)
+def as_over_nccl(model: Any) -> None:
+    shipped("quantization_hooks").dist = AsOverNccl()
 
 
-def quantization_per_channel(model: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
-
-    quantization_hooks.dist = AsOverNccl()
-    model.register_comm_hook(None, quantization_hooks.quantization_perchannel_hook)
-
-
-def post_local_sgd(model: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
-
+def alone_after_two_steps(model: Any) -> Any:
     alone, _ = dist.new_subgroups(1)
-    state = post_localSGD_hook.PostLocalSGDState(None, subgroup=alone, start_localSGD_iter=2)
-    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-
-
-def noop(model: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
-
-    model.register_comm_hook(None, debugging_hooks.noop_hook)
+    return shipped("post_localSGD_hook").PostLocalSGDState(None, subgroup=alone, start_localSGD_iter=2)
 
 
 def by_type(model: Any) -> None:
@@ -145,23 +102,23 @@ def by_type(model: Any) -> None:
     register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, model, None)
 
 
-def builtin(model: Any) -> None:
-    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-
-
-def builtin_fp16(model: Any) -> None:
-    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-
-
-def fused_optimizer(model: Any) -> None:
-    model._register_fused_optim(torch.optim.SGD, 0.02)
-
-
-HOOKS: list[Setup] = [
-    allreduce, allreduce_with_its_group, fp16, fp16_wrapper, power_sgd, batched_power_sgd, quantization_per_tensor,
-    quantization_per_channel, post_local_sgd, noop, by_type, builtin, builtin_fp16, fused_optimizer,
-]  # fmt: skip
-ONLY_OURS: list[Setup] = [bf16, bf16_wrapper]
+HOOKS: dict[str, Setup] = {
+    "allreduce": of("default_hooks", "allreduce_hook"),
+    "allreduce_with_its_group": of("default_hooks", "allreduce_hook", lambda model: model.process_group),
+    "fp16": of("default_hooks", "fp16_compress_hook"),
+    "fp16_wrapper": fp16_wrapper,
+    "power_sgd": of("powerSGD_hook", "powerSGD_hook", low_rank),
+    "batched_power_sgd": batched_power_sgd,
+    "quantization_per_tensor": of("quantization_hooks", "quantization_pertensor_hook", as_over_nccl),
+    "quantization_per_channel": of("quantization_hooks", "quantization_perchannel_hook", as_over_nccl),
+    "post_local_sgd": of("post_localSGD_hook", "post_localSGD_hook", alone_after_two_steps),
+    "noop": of("debugging_hooks", "noop_hook"),
+    "by_type": by_type,
+    "builtin": lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+    "builtin_fp16": lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS),
+    "fused_optimizer": lambda model: model._register_fused_optim(torch.optim.SGD, 0.02),
+}
+ONLY_OURS: dict[str, Setup] = {"bf16": of("default_hooks", "bf16_compress_hook"), "bf16_wrapper": bf16_wrapper}
 """torch refuses these on the CPU."""
 
 
@@ -172,24 +129,24 @@ def trained(torch_world: Callable[..., Any]) -> list[dict[str, Any]]:
     def rank_main(group: Group) -> dict[str, Any]:
         done: dict[str, Any] = {}
         importlib.import_module("torch.distributed.optim")  # its defaults keep the WORLD of the first import alive
-        module = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
+        module = shipped("powerSGD_hook")
         restored = mock.patch.object(module, "_orthogonalize", module._orthogonalize)
         with torch_world(group, "gloo"), warnings.catch_warnings(), restored:
             warnings.simplefilter("ignore")
             done["plain"] = train(TorchDDP(mlp()), group.rank)
-            for setup in [*HOOKS, *ONLY_OURS]:
-                for whose in (DDP,) if setup in ONLY_OURS else (TorchDDP, DDP):
+            for name, setup in {**HOOKS, **ONLY_OURS}.items():
+                for whose in (DDP,) if name in ONLY_OURS else (TorchDDP, DDP):
                     model = whose(mlp(), bucket_cap_mb=1)
                     torch.manual_seed(1)
                     setup(model)
-                    key = f"{setup.__name__} {whose.__module__.split('.')[0]}"
-                    done[key] = train(model, group.rank, by_hand=setup is not fused_optimizer)
+                    key = f"{name} {whose.__module__.split('.')[0]}"
+                    done[key] = train(model, group.rank, by_hand=name != "fused_optimizer")
         return done
 
     return run_ranks(rank_main, 2, kind="gloo")
 
 
-@pytest.mark.parametrize("hook", [setup.__name__ for setup in HOOKS])
+@pytest.mark.parametrize("hook", HOOKS)
 def test_the_same_as_on_torchs_model(trained: list[dict[str, Any]], hook: str) -> None:
     for done in trained:
         torch.testing.assert_close(done[f"{hook} gradwire"], done[f"{hook} torch"], rtol=1e-4, atol=1e-5)
@@ -206,11 +163,7 @@ def test_bfloat16_works_on_the_cpu(trained: list[dict[str, Any]], hook: str) -> 
 
 def test_hooks_made_a_difference_where_they_should(trained: list[dict[str, Any]]) -> None:
     plain = trained[0]["plain"]
-    same = {
-        hook
-        for hook in ("allreduce", "builtin", "fused_optimizer")
-        if torch.allclose(trained[0][f"{hook} gradwire"], plain)
-    }
-    assert same == {"allreduce", "builtin", "fused_optimizer"}
+    for hook in ("allreduce", "builtin", "fused_optimizer"):
+        torch.testing.assert_close(trained[0][f"{hook} gradwire"], plain)
     for hook in ("fp16", "power_sgd", "quantization_per_tensor", "post_local_sgd", "noop"):
         assert not torch.equal(trained[0][f"{hook} gradwire"], plain)

@@ -22,8 +22,7 @@ def chain(*parts: Stage | CommHook) -> CommHook:
     *stages, hook = parts
     if not isinstance(hook, CommHook):
         raise UsageTypeError(
-            f"chain(...): the last part, {hook!r}, is a stage, or a function that was not called. End the chain with a hook that "
-            "communicates, such as mean()."
+            f"chain(...): the last part, {hook!r}, is a stage, or a function that was not called. End with a hook such as mean()."
         )
     for stage in reversed(stages):
         if isinstance(stage, CommHook):
@@ -32,8 +31,7 @@ def chain(*parts: Stage | CommHook) -> CommHook:
                 continue
             why = f": {stage.alone}" if stage.alone else ""
             raise UsageTypeError(
-                f"chain(...): {stage!r} communicates by itself{why}; so {hook!r} to the right of it would never be reached. "
-                "End the chain with it."
+                f"chain(...): {stage!r} communicates by itself{why}; {hook!r} would never be reached. End the chain with it."
             )
         if not callable(stage):
             raise UsageTypeError(f"chain(...): {stage!r} is not a stage. A stage takes a hook and returns one.")

@@ -13,91 +13,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.errors import UsageError, UsageTypeError
-from gradwire.hooks.arguments import NamedStage
+from gradwire.errors import UsageTypeError
+from gradwire.hooks.arguments import NamedStage, refuse_traits
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
-from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.composite import Wrapped
-from gradwire.hooks.numerics.elementwise import drop_nonfinite_, wide
-from gradwire.hooks.state import bundle, join_flat, pick, split_flat
+from gradwire.hooks.composite import Composite, Wrapped
+from gradwire.hooks.numerics.elementwise import drop_nonfinite_
+from gradwire.hooks.state import pick
 from gradwire.runtime.jit import loop
 
+_REFUSED = {
+    Trait.REMEMBERS: "the inner hook already keeps what it did not send, so it would be sent twice. Remove one of them.",
+    Trait.VOTES: "the error of a vote cannot be fed back, and the residual would grow from step to step. Remove "
+    'error_feedback(), or use a hook that averages, such as sign(scale="mean").',
+    Trait.LOCAL: "it leaves gradients on their rank, so there is no error to feed back.",
+    Trait.WEIGHS: "it multiplies what a rank sends by its share of all samples, which would count as an error and be fed back, "
+    "growing from step to step. Remove error_feedback(), or multiply each rank's loss by its share and use mean().",
+    Trait.DISTORTS: "a stage inside changes gradients on purpose, and the change would be undone in the next step. Put clip() "
+    "and add_noise() to the left of error_feedback().",
+}
 
-@dataclass(slots=True)
-class _Memory:
-    residual: Tensor
-    inner: Any
 
-
-@dataclass(frozen=True, slots=True)
-class ErrorFeedback(Wrapped):
+@dataclass(frozen=True, slots=True, repr=False)
+class ErrorFeedback(Composite, Wrapped):
     """The stage of `error_feedback`."""
 
+    made_by = "error_feedback"
     dense_only = True
+    tensors = ("residual",)
+
+    @property
+    def parts(self) -> Mapping[str, CommHook]:
+        return {"inner": self.inner}
 
     @property
     def traits(self) -> Trait:
         return self.inner.traits | Trait.REMEMBERS
 
     def __post_init__(self) -> None:
-        if self.inner.remembers:
-            raise UsageError(
-                f"error_feedback() around {self.inner!r}: the inner hook already keeps what it did not send, so it would be "
-                "sent twice. Remove one of them."
-            )
-        if Trait.VOTES in self.inner.traits:
-            raise UsageError(
-                f"error_feedback() around {self.inner!r}: the error of a vote cannot be fed back, and the residual would grow "
-                'from step to step. Remove error_feedback(), or use a hook that averages, such as sign(scale="mean").'
-            )
-        if self.inner.local:
-            raise UsageError(
-                f"error_feedback() around {self.inner!r}: it leaves gradients on their rank, so there is no error to feed back."
-            )
-        if Trait.WEIGHS in self.inner.traits:
-            raise UsageError(
-                f"error_feedback() around {self.inner!r}: it multiplies what a rank sends by its share of all samples, which "
-                "would count as an error and be fed back, growing from step to step. Remove error_feedback(), or multiply each "
-                "rank's loss by its share and use mean()."
-            )
-        if Trait.DISTORTS in self.inner.traits:
-            raise UsageError(
-                f"error_feedback() around {self.inner!r}: a stage inside changes gradients on purpose, and the change would "
-                "be undone in the next step. Put clip() and add_noise() to the left of error_feedback()."
-            )
+        refuse_traits(f"error_feedback() around {self.inner!r}", self.inner, _REFUSED)
 
-    def init(self, spec: BucketSpec) -> Any:
-        return _Memory(torch.zeros(spec.numel, dtype=wide(spec.dtype), device=spec.device), self.inner.init(spec))
-
-    def reduce(self, grad: Tensor, state: _Memory, turn: Turn) -> Reduction:
+    def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
         """Reduce the gradient plus the residual; the new residual is what was not sent of it."""
         self.refuse_sparse(grad, turn.spec)
         # In place: the sum replaces the residual, and the new residual the sum, so that no memory is allocated.
-        wanted = state.residual.add_(grad)
+        wanted = state["residual"].add_(grad)
         # The rounding of 16-bit gradients is part of the residual, which is float32; otherwise `rounded` is `wanted` itself.
         rounded = wanted.to(grad.dtype)
-        value, sent = yield from self.inner.reduce(rounded, state.inner, replace(turn, donated=False))
+        value, sent = yield from self.inner.reduce(rounded, state["inner"], replace(turn, donated=False))
         value, sent = (t.clone() if _shares(t, wanted) else t for t in (value, sent))
         _keep_unsent(wanted, sent)
         return Reduced(value, sent)
 
-    def save(self, state: _Memory, spec: BucketSpec) -> dict[str, Any]:
-        return bundle(residual=split_flat(state.residual, spec), inner=self.inner.save(state.inner, spec))
-
-    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        residual = join_flat(pick(saved, "residual"), spec, dtype=wide(spec.dtype))
-        return _Memory(residual, self.inner.load(pick(saved, "inner"), spec))
-
-    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """What the inner hook shares; the residual belongs to its rank."""
-        return bundle(inner=self.inner.shared(pick(saved, "inner")))
-
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
         """The residual. The inner hook owes nothing."""
         return pick(saved, "residual")
-
-    def __repr__(self) -> str:
-        return f"error_feedback() > {self.inner!r}"
 
 
 def _keep_unsent(wanted: Tensor, sent: Tensor) -> None:
@@ -127,18 +96,13 @@ def _shares(a: Tensor, b: Tensor) -> bool:
 def error_feedback(*hooks: object) -> Stage:
     """Add what was not sent in a step to the next step's gradient. On the wire: as the inner hook.
 
-    Every lossy hook (quantize, sign, top_k, random_k, threshold, power_sgd) needs it. Memory: one tensor of the bucket's size,
-    in float32 for 16-bit gradients, so that small errors are not rounded away.
-    The residual belongs to its rank: it is saved and loaded there, and a rank that joins later starts with zeros. Non-finite
-    values are not kept, so a NaN affects one step. The finite rest of such a step is kept at its scale: if a loss scaler skips
-    the step and changes its scale, that rest is sent at the old one.
+    Every lossy hook (quantize, sign, top_k, random_k, threshold, power_sgd) needs it. Memory: one tensor of the bucket's size, in
+    float32 for 16-bit gradients. The residual belongs to its rank: a rank that joins later starts with zeros. Non-finite values are
+    not kept, so a NaN affects one step. The finite rest of a step that a loss scaler skips is kept, and sent at the old scale.
     """
     if hooks:
-        parts = [repr(hook) for hook in hooks if isinstance(hook, CommHook | NamedStage)]
-        if not isinstance(hooks[-1], CommHook):
-            parts.append("mean()")
+        given = ", ".join(map(repr, hooks))
         raise UsageTypeError(
-            f"error_feedback({', '.join(map(repr, hooks))}): it is a stage, which takes no arguments. Chain it with the hook: "
-            f"chain(error_feedback(), {', '.join(parts)})."
+            f"error_feedback({given}): it is a stage, which takes no arguments. Use chain(error_feedback(), {given})."
         )
     return NamedStage("error_feedback()", ErrorFeedback)

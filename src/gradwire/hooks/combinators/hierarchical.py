@@ -3,17 +3,13 @@
 Note [Two levels of a reduction]
 Within the host, all ranks reduce the bucket with the `inside` hook. Then every carrier (see Note [Rails] in `collectives.layout`)
 reduces its slice of the host's mean with the `across` hook over the carriers of its rail, one per host, and the slices are gathered
-within the host. All rails use the link at the same time, and each byte crosses it once.
+within the host. A host with n of N counted ranks, one of h hosts, contributes its mean times n h / N. What `across` lost of a slice
+is added to the `sent` of the carrier n times, because the carrier's share in the mean is n times smaller.
 
 Note [Slices are rows]
-A carrier's slice consists of rows of every parameter, so the `across` hook sees a bucket of the same parameters with fewer rows
-each: matrices stay matrices, patterns of names match, and state belongs to a parameter's rows in any bucket. A parameter with fewer
-rows than there are rails, or whose rows are not contiguous, is split as a vector.
-
-Note [Hosts of different size]
-A host with n of N counted ranks, one of h hosts, contributes its mean times n h / N. What `across` lost of a slice is added to the
-`sent` of the carrier n times, because the carrier's share in the mean is n times smaller: error feedback around the whole then
-corrects exactly what was lost.
+A carrier's slice consists of rows of every parameter, so that in the `across` hook matrices stay matrices, patterns of names match,
+and state belongs to a parameter's rows. A parameter with fewer rows than there are rails, or whose rows are not contiguous, is
+split as a vector.
 """
 
 from __future__ import annotations
@@ -21,43 +17,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, Layout, Scope, all_gather, broadcast
-from gradwire.errors import HookError, UsageError
-from gradwire.hooks.arguments import check_hooks
+from gradwire.errors import HookError
+from gradwire.hooks.arguments import check_hooks, refuse_traits
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
-from gradwire.hooks.bucket import BucketSpec, is_dense
+from gradwire.hooks.bucket import BucketSpec, Slices, is_dense
 from gradwire.hooks.composite import Composite
 from gradwire.hooks.dense import MEAN
-from gradwire.hooks.numerics.slices import Slices
 from gradwire.hooks.pump import relay
 from gradwire.hooks.state import bundle, pick
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class RailSlice(NamedTuple):
     """The part of a bucket that one rail carries."""
 
     spec: BucketSpec
     rows: Slices
 
 
-def slices(spec: BucketSpec, rails: int) -> tuple[Slice, ...]:
+def slices(spec: BucketSpec, rails: int) -> tuple[RailSlice, ...]:
     """The bucket, split into one slice per rail. See Note [Slices are rows]."""
     if rails == 1:
-        return (Slice(spec, Slices.of([(0, spec.numel)])),)
+        return (RailSlice(spec, Slices.of([(0, spec.numel)])),)
     cuts = [_cut(*one, rails) for one in zip(spec.shapes, spec.strides, spec.offsets, strict=True)]
-    return tuple(
-        Slice(
-            replace(spec, shapes=tuple(cut[rail][0] for cut in cuts), strides=tuple(cut[rail][1] for cut in cuts)),
-            Slices.of([cut[rail][2] for cut in cuts]),
-        )
-        for rail in range(rails)
-    )
+    rails_of = [zip(*parts, strict=True) for parts in zip(*cuts, strict=True)]
+    return tuple(RailSlice(replace(spec, shapes=a, strides=b), Slices.of(ranges)) for a, b, ranges in rails_of)
 
 
 def _cut(
@@ -82,19 +71,20 @@ class _Levels:
     inside: Any
     saved: dict[str, Any]
     """What was loaded for the hook between hosts, until it is known which slice this rank carries."""
-    slices: tuple[Slice, ...] = ()
+    slices: tuple[RailSlice, ...] = ()
     rail: int = 0
-    mine: Slice | None = None
+    mine: RailSlice | None = None
     across: Any = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Hierarchical(Composite):
     """The hook of `hierarchical`."""
 
     inside: CommHook
     across: CommHook
 
+    made_by = "hierarchical"
     dense_only = True
 
     @property
@@ -121,7 +111,8 @@ class Hierarchical(Composite):
         self._assign_slice(state, turn.spec, layout.width, index)
         row, lost = value[:0], value[:0]
         if state.mine is not None:
-            own = _times(ranks * hosts / turn.counted, value, state.mine.rows)
+            # In new memory, because a hook's result may be a part of its state.
+            own = state.mine.rows.take(value) * (ranks * hosts / turn.counted)
             between = replace(
                 within, spec=state.mine.spec, rank=host, world_size=hosts, path=f"{turn.path}/across {index}"
             )
@@ -150,9 +141,10 @@ class Hierarchical(Composite):
     def _share(self, row: Tensor, out: Tensor, state: _Levels, ranks: int, label: str) -> Any:
         """Distribute all slices to all ranks of the host."""
         if len(state.slices) == 1:
-            whole = out if state.mine is None else _as_row(row, out)
+            if state.mine is not None and row.data_ptr() != out.data_ptr():
+                out.copy_(row.view_as(out))
             if ranks > 1:
-                yield broadcast(whole, src=0, label=label).among(Scope.INSIDE)
+                yield broadcast(out, src=0, label=label).among(Scope.INSIDE)
             return
         sizes = [s.rows.numel for s in state.slices] + [0] * (ranks - len(state.slices))
         rows = list(out.new_empty(sum(sizes)).split(sizes))
@@ -200,23 +192,6 @@ class Hierarchical(Composite):
             return None
         return self.inside.owed(pick(saved, "inside"))
 
-    def __repr__(self) -> str:
-        return f"hierarchical(inside={self.inside!r}, across={self.across!r})"
-
-
-def _times(factor: float, value: Tensor, rows: Slices) -> Tensor:
-    """These rows of `value` times `factor`, in new memory: a hook's result may be a part of its state."""
-    row = rows.take(value)
-    if factor != 1.0:
-        return row * factor
-    return row.clone() if len(rows.ranges) == 1 else row
-
-
-def _as_row(row: Tensor, out: Tensor) -> Tensor:
-    if row.data_ptr() != out.data_ptr():
-        out.copy_(row.view_as(out))
-    return out
-
 
 def _among(scope: Scope, reduction: Reduction) -> Reduction:
     """The reduction with its collectives restricted to `scope`."""
@@ -234,27 +209,20 @@ def _among(scope: Scope, reduction: Reduction) -> Reduction:
 def hierarchical(*, across: CommHook, inside: CommHook = MEAN) -> CommHook:
     """`inside` among the ranks of a host, then `across` between hosts, on the hosts' means.
 
-    If ranks of a host share memory or NVLink and hosts are connected by a network, only what crosses the network is worth
-    compressing. Requires a group with a host layout, `HierarchicalGroup`; on any other group all ranks count as one host, and
-    `across` is not used. Hosts may differ in size: every rank has the same weight. Memory: a copy of the bucket.
-
-    On the wire: within the host, what `inside` sends and one all-gather; between hosts, what `across` sends for the slice of each
-    carrier: `hook.bytes_between(spec, layout)`. `wire_bytes` is None, since it depends on the hosts.
+    Requires a group with a host layout, `HierarchicalGroup`; on any other group all ranks count as one host, and `across` is not
+    used. Hosts may differ in size: every rank has the same weight. Memory: a copy of the bucket. On the wire: within the host, what
+    `inside` sends and one all-gather; between hosts, what `across` sends for the slice of each carrier:
+    `hook.bytes_between(spec, layout)`. `wire_bytes` is None, since it depends on the hosts.
 
     >>> from gradwire.hooks import cast, chain, mean
     >>> hierarchical(across=chain(cast(torch.bfloat16), mean()))
     hierarchical(inside=mean(), across=cast(torch.bfloat16) > mean())
     """
     check_hooks("hierarchical", inside=inside, across=across)
+    refused = {
+        Trait.LOCAL: "it leaves gradients on their rank, so a host would have no mean to send. Use it by itself.",
+        Trait.WEIGHS: "ranks would be weighted within hosts, and hosts equally, which is not the weighted mean. Use it by itself.",
+    }
     for name, hook in (("inside", inside), ("across", across)):
-        if hook.local:
-            raise UsageError(
-                f"hierarchical({name}={hook!r}): it leaves gradients on their rank, so a host would have no mean to send. Use "
-                "it by itself."
-            )
-        if Trait.WEIGHS in hook.traits:
-            raise UsageError(
-                f"hierarchical({name}={hook!r}): ranks would be weighted within their hosts, and all hosts equally, which is "
-                "not the weighted mean. Use it by itself."
-            )
+        refuse_traits(f"hierarchical({name}={hook!r})", hook, refused)
     return Hierarchical(inside, across)

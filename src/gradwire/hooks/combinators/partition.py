@@ -8,8 +8,8 @@ reduced one after another in the order of the rules, which is the same on every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError, UsageTypeError
-from gradwire.hooks.arguments import check_hooks, checks_numbers
+from gradwire.hooks.arguments import check_hooks, checks_arguments
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
-from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.bucket import BucketSpec, Slices
 from gradwire.hooks.composite import Composite
 from gradwire.hooks.dense import MEAN
-from gradwire.hooks.numerics.slices import Slices
 from gradwire.hooks.state import add_owed
 
 Mask = Callable[[str, tuple[int, ...]], bool]
@@ -38,6 +37,9 @@ class _Named:
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+
+_REST = _Named(("*",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class _Small:
         return size < self.numel if self.numel is not None else size * dtype.itemsize < (self.nbytes or 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Part:
     """The part of one bucket that one hook reduces."""
 
@@ -75,28 +77,22 @@ class _Part:
     spec: BucketSpec
     slices: Slices
     """Where its parameters are in the bucket."""
-
-
-@dataclass(slots=True)
-class _Parts:
-    parts: list[_Part]
-    states: list[Any]
+    state: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Partition(Composite):
-    """The hook of `partition`, `masked` and `by_size`."""
+    """The hook of `partition`, `masked` and `by_size`. Its state is the list of the bucket's parts."""
 
     rules: tuple[tuple[Rule, CommHook], ...]
-    text: str = field(repr=False)
+    text: str
     """The call that made it."""
 
     def __post_init__(self) -> None:
         if len({hook.local for _, hook in self.rules}) > 1:
             local = next(hook for _, hook in self.rules if hook.local)
             raise UsageError(
-                f"{self}: {local!r} leaves gradients on their rank and others do not, so only a part of the model would be equal "
-                "on all ranks. Use local hooks for all parameters or for none."
+                f"{self}: {local!r} leaves gradients on their rank, others do not. Use local hooks for all parameters or for none."
             )
 
     @property
@@ -107,18 +103,17 @@ class Partition(Composite):
         """The parts of a bucket that have parameters, in the order of the rules."""
         members: list[list[int]] = [[] for _ in self.rules]
         for i, (name, shape) in enumerate(zip(spec.names, spec.shapes, strict=True)):
-            for mine, (rule, _) in zip(members, self.rules, strict=True):
-                if rule(name, shape, spec.dtype):
-                    mine.append(i)
-                    break
-            else:
+            matching = (rule for rule, (matches, _) in enumerate(self.rules) if matches(name, shape, spec.dtype))
+            rule = next(matching, None)
+            if rule is None:
                 raise UsageError(
-                    f"{self} on {spec}: no pattern matches the parameter {name!r}. Add one for it, or end with "
-                    '"*": mean() for the rest.'
+                    f"{self} on {spec}: no pattern matches the parameter {name!r}. Add one for it, or end with '*': mean()."
                 )
+            members[rule].append(i)
+        ranges = list(zip(spec.offsets, spec.numels, strict=True))
         return [
-            _Part(i, hook, spec if len(mine) == len(spec.names) else _chosen(spec, mine), _slices(spec, mine))
-            for i, (mine, (_, hook)) in enumerate(zip(members, self.rules, strict=True))
+            _Part(rule, self.rules[rule][1], spec.select(mine), Slices.of([ranges[i] for i in mine]))
+            for rule, mine in enumerate(members)
             if mine
         ]
 
@@ -126,19 +121,17 @@ class Partition(Composite):
         for part in self.divide(spec):
             part.hook.check(part.spec)
 
-    def init(self, spec: BucketSpec) -> _Parts:
-        parts = self.divide(spec)
-        return _Parts(parts, [part.hook.init(part.spec) for part in parts])
+    def init(self, spec: BucketSpec) -> list[_Part]:
+        return [replace(part, state=part.hook.init(part.spec)) for part in self.divide(spec)]
 
-    def reduce(self, grad: Tensor, state: _Parts, turn: Turn) -> Reduction:
+    def reduce(self, grad: Tensor, state: list[_Part], turn: Turn) -> Reduction:
         """Reduce the parts one after another. See Note [Parts of a bucket]."""
-        if len(state.parts) == 1:
-            (part,) = state.parts
-            return (yield from part.hook.reduce(grad, state.states[0], turn))
+        if len(state) == 1:
+            return (yield from state[0].hook.reduce(grad, state[0].state, turn))
         value = grad if turn.donated else torch.empty_like(grad)
         sent = value if turn.donated else torch.empty_like(grad)  # `sent` is not needed if donated
-        for part, inner in zip(state.parts, state.states, strict=True):
-            reduced = yield from part.hook.reduce(part.slices.take(grad), inner, replace(turn, spec=part.spec))
+        for part in state:
+            reduced = yield from part.hook.reduce(part.slices.take(grad), part.state, replace(turn, spec=part.spec))
             part.slices.put(value, reduced.value)
             if not turn.donated:
                 part.slices.put(sent, reduced.sent)
@@ -152,22 +145,19 @@ class Partition(Composite):
     def error(self, spec: BucketSpec) -> float:
         return max((part.hook.error(part.spec) for part in self.divide(spec)), default=0.0)
 
-    def save(self, state: _Parts, spec: BucketSpec) -> dict[str, Any]:
+    def save(self, state: list[_Part], spec: BucketSpec) -> dict[str, Any]:
         """The parts' states, each with the index of its rule; no parameter is in two of them."""
-        saved: dict[str, Any] = {}
-        for part, inner in zip(state.parts, state.states, strict=True):
-            saved |= _ruled(part.rule, part.hook.save(inner, part.spec))
-        return saved
+        return _ruled((part.rule, part.hook.save(part.state, part.spec)) for part in state)
 
-    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> _Parts:
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> list[_Part]:
         parts = self.divide(spec)
-        return _Parts(parts, [part.hook.load(_of_rule(part.rule, saved, part.spec.names), part.spec) for part in parts])
+        for part in parts:
+            mine = {name: saved[name] for name in part.spec.names if name in saved}
+            part.state = part.hook.load(_of_rule(part.rule, mine), part.spec)
+        return parts
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        common: dict[str, Any] = {}
-        for rule, (_, hook) in enumerate(self.rules):
-            common |= _ruled(rule, hook.shared(_of_rule(rule, saved, list(saved))))
-        return common
+        return _ruled((rule, hook.shared(_of_rule(rule, saved))) for rule, (_, hook) in enumerate(self.rules))
 
     @property
     def structure(self) -> str:
@@ -175,35 +165,19 @@ class Partition(Composite):
         return f"Partition({'; '.join(f'{rule}: {hook.structure}' for rule, hook in self.rules)})"
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        states = [(hook, _of_rule(rule, saved, list(saved))) for rule, (_, hook) in enumerate(self.rules)]
-        return add_owed(*(hook.owed(state) for hook, state in states))
+        return add_owed(*(hook.owed(_of_rule(rule, saved)) for rule, (_, hook) in enumerate(self.rules)))
 
     def __repr__(self) -> str:
         return self.text
 
 
-def _ruled(rule: int, states: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: {"rule": rule, "state": state} for name, state in states.items()}
+def _ruled(states: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
+    return {name: {"rule": rule, "state": state} for rule, mine in states for name, state in mine.items()}
 
 
-def _of_rule(rule: int, saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The saved states of these parameters that belong to the rule's hook."""
-    return {name: saved[name]["state"] for name in names if name in saved and saved[name]["rule"] == rule}
-
-
-def _chosen(spec: BucketSpec, members: Sequence[int]) -> BucketSpec:
-    """The spec of a bucket with some of the parameters."""
-    return replace(
-        spec,
-        names=tuple(spec.names[i] for i in members),
-        shapes=tuple(spec.shapes[i] for i in members),
-        strides=tuple(spec.strides[i] for i in members),
-    )
-
-
-def _slices(spec: BucketSpec, members: Sequence[int]) -> Slices:
-    offsets, numels = spec.offsets, spec.numels
-    return Slices.of([(offsets[i], numels[i]) for i in members])
+def _of_rule(rule: int, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved states that belong to the rule's hook."""
+    return {name: one["state"] for name, one in saved.items() if one["rule"] == rule}
 
 
 def partition(hooks: Mapping[str, CommHook]) -> CommHook:
@@ -224,13 +198,9 @@ def partition(hooks: Mapping[str, CommHook]) -> CommHook:
     patterns = list(hooks)
     if "*" in patterns[:-1]:
         raise UsageError(
-            f"partition(...) with the patterns {patterns}: '*' matches every name, so those after it are never reached. Put it "
-            "last."
+            f"partition(...) with the patterns {patterns}: '*' matches every name, so others are never reached. Put it last."
         )
-    return Partition(
-        tuple((_Named((pattern,)), hook) for pattern, hook in hooks.items()),
-        f"partition({{{', '.join(f'{pattern!r}: {hook!r}' for pattern, hook in hooks.items())}}})",
-    )
+    return Partition(tuple((_Named((pattern,)), hook) for pattern, hook in hooks.items()), f"partition({dict(hooks)})")
 
 
 def masked(mask: str | Sequence[str] | Mask, hook: CommHook, *, otherwise: CommHook = MEAN) -> CommHook:
@@ -252,33 +222,27 @@ def masked(mask: str | Sequence[str] | Mask, hook: CommHook, *, otherwise: CommH
         patterns = [mask] if isinstance(mask, str) else list(mask) if isinstance(mask, Sequence) else [mask]
         if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
             raise UsageTypeError(
-                f"masked({mask!r}, {hook!r}): the mask is not a pattern, a sequence of patterns or a function of name and shape. "
-                "Write e.g. '*.weight'."
+                f"masked({mask!r}, ...): not a pattern, a sequence of patterns or a function of name and shape, e.g. '*.weight'."
             )
         rule, shown = _Named(tuple(patterns)), repr(mask if isinstance(mask, str) else patterns)
-    return Partition(((rule, hook), (_Named(("*",)), otherwise)), f"masked({shown}, {hook!r}, otherwise={otherwise!r})")
+    return Partition(((rule, hook), (_REST, otherwise)), f"masked({shown}, {hook!r}, otherwise={otherwise!r})")
 
 
-@checks_numbers
+@checks_arguments(numel="[0, inf)", nbytes="[0, inf)")
 def by_size(
     *, large: CommHook, small: CommHook = MEAN, numel: int | None = None, nbytes: int | None = None
 ) -> CommHook:
     """`large` for parameters of at least `numel` elements, or `nbytes` bytes, and `small` for those below.
 
-    Small parameters are little of the traffic, and compressing biases and norms often costs more accuracy than it saves bytes. On
-    the wire: the sum over both.
+    On the wire: the sum over both.
 
     >>> from gradwire.hooks import cast, chain, mean
     >>> by_size(numel=4096, large=chain(cast(torch.bfloat16), mean()))
     by_size(numel=4096, small=mean(), large=cast(torch.bfloat16) > mean())
     """
     check_hooks("by_size", small=small, large=large)
-    limit = numel if nbytes is None else nbytes
-    if limit is None or (numel is not None and nbytes is not None) or limit < 0:
-        raise UsageError(
-            f"by_size(numel={numel}, nbytes={nbytes}): the size is ambiguous or negative. Pass one of the two, at least 0."
-        )
+    if (numel is None) == (nbytes is None):
+        raise UsageError(f"by_size(numel={numel}, nbytes={nbytes}): the size is ambiguous. Pass one of the two.")
     shown = f"numel={numel}" if nbytes is None else f"nbytes={nbytes}"
-    return Partition(
-        ((_Small(numel, nbytes), small), (_Named(("*",)), large)), f"by_size({shown}, small={small!r}, large={large!r})"
-    )
+    text = f"by_size({shown}, small={small!r}, large={large!r})"
+    return Partition(((_Small(numel, nbytes), small), (_REST, large)), text)

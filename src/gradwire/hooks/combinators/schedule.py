@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError
-from gradwire.hooks.arguments import check_hooks, checks_numbers
+from gradwire.hooks.arguments import check_hooks, checks_arguments, refuse_traits
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Composite
 from gradwire.hooks.dense import MEAN
-from gradwire.hooks.numerics.elementwise import wide
-from gradwire.hooks.state import add_owed, bundle, join_flat, pick, split_flat
+from gradwire.hooks.state import add_owed, bundle, pick
 
 
 class _ByStep(Composite):
@@ -91,31 +90,27 @@ class After(_ByStep):
         return f"after({self.step}, {self.hook!r}, before={self.before!r})"
 
 
-@checks_numbers
+@checks_arguments(step="[0, inf)")
 def after(step: int, hook: CommHook, *, before: CommHook = MEAN) -> CommHook:
     """`before` in a bucket's first `step` steps, then `hook`, whose state and step count start there.
 
-    Compression often hurts most early in training, while gradients are large; the plain mean for the first hundred steps costs
-    little. The state of `before` is dropped at the change, so it must not owe anything. On the wire: as the hook of the step.
+    The state of `before` is dropped at the change, so it must not owe anything. On the wire: as the hook of the step.
 
     >>> from gradwire.hooks import cast, chain, mean
     >>> after(100, chain(cast(torch.bfloat16), mean()))
     after(100, cast(torch.bfloat16) > mean(), before=mean())
     """
     check_hooks("after", hook=hook, before=before)
-    if step < 0:
-        raise UsageError(f"after({step}, ...): a negative step. Steps count from 0.")
+    made = After(step, hook, before)
     if before.remembers:
         raise UsageError(
-            f"after({step}, {hook!r}, before={before!r}): what the earlier hook still owes at step {step} would never be sent. "
-            "Put error_feedback() around after(), which then pays for both."
+            f"{made}: what the earlier hook still owes at step {step} would never be sent. Put error_feedback() around after()."
         )
     if before.local and not hook.local:
         raise UsageError(
-            f"after({step}, {hook!r}, before={before!r}): the earlier hook lets the ranks' parameters diverge, and the later one "
-            "averages gradients only, so they would never be equal again. Make the local hook the later one."
+            f"{made}: the earlier hook lets parameters diverge, and they would never be equal again. Make it the later one."
         )
-    return After(step, hook, before)
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +121,7 @@ class Every(Composite):
     hook: CommHook
 
     dense_only = True
+    tensors = ("kept",)
 
     @property
     def parts(self) -> Mapping[str, CommHook]:
@@ -134,11 +130,6 @@ class Every(Composite):
     @property
     def traits(self) -> Trait:
         return Trait.of(self.hook) | Trait.REMEMBERS
-
-    def init(self, spec: BucketSpec) -> dict[str, Any]:
-        """Nothing has been kept yet. The sum of 16-bit gradients is float32."""
-        kept = torch.zeros(spec.numel, dtype=wide(spec.dtype), device=spec.device)
-        return {"kept": kept, "hook": self.hook.init(spec)}
 
     def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
         """Add the gradient to the sum, or reduce it together with the sum."""
@@ -159,13 +150,6 @@ class Every(Composite):
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return 0.0 if (step + 1) % self.n else self.hook.wire_bytes(spec, world_size, step // self.n)
-
-    def save(self, state: dict[str, Any], spec: BucketSpec) -> dict[str, Any]:
-        return bundle(kept=split_flat(state["kept"], spec), **self.save_parts(state, spec))
-
-    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> dict[str, Any]:
-        kept = join_flat(pick(saved, "kept"), spec, dtype=wide(spec.dtype))
-        return {"kept": kept, "hook": self.hook.load(pick(saved, "hook"), spec)}
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
         return add_owed(pick(saved, "kept"), self.hook.owed(pick(saved, "hook")))
@@ -195,34 +179,30 @@ class Alternating(_ByStep):
         return f"every({self.n}, {self.hook!r}, otherwise={self.otherwise!r})"
 
 
-@checks_numbers
+@checks_arguments(n="[1, inf)")
 def every(n: int, hook: CommHook, *, otherwise: CommHook | None = None) -> CommHook:
     """`hook` in every n-th step; in the others `otherwise`, or no communication.
 
-    Without `otherwise` each rank sums the gradients of the other steps, and the optimizer gets zeros; in the n-th step it gets
-    the mean over the ranks of the whole sum. With plain SGD that moves the parameters as far as n steps would. Optimizers with
-    moments move in the steps without communication too, and see one large gradient instead of n: step them in every n-th step
-    only. Memory: one tensor of the bucket's size. On the wire: 1/n of what `hook` sends, in bursts.
+    Without `otherwise` each rank sums the gradients of the other steps, and the optimizer gets zeros; in the n-th step it gets the
+    mean over the ranks of the whole sum. Step optimizers with moments in every n-th step only. Memory: one tensor of the bucket's
+    size. On the wire: 1/n of what `hook` sends, in bursts.
 
     >>> from gradwire.hooks import mean
     >>> every(4, mean())
     every(4, mean())
     """
     check_hooks("every", hook=hook, otherwise=MEAN if otherwise is None else otherwise)
-    if n < 1:
-        raise UsageError(f"every({n}, {hook!r}): there is no such step. Choose 1 or more.")
     if otherwise is not None and otherwise.local != hook.local:
         raise UsageError(
-            f"every({n}, {hook!r}, otherwise={otherwise!r}): one of them leaves gradients on their rank, so the ranks' parameters "
-            "would diverge, and averaging gradients does not make them equal again. Local hooks average parameters themselves."
+            f"every({n}, {hook!r}, otherwise={otherwise!r}): one of them leaves gradients on their rank, and averaging gradients "
+            "in other steps does not make the parameters equal again. Use local hooks in all steps or in none."
         )
     if n == 1:
         return hook
     if otherwise is not None:
         return Alternating(n, hook, otherwise)
-    if Trait.WEIGHS in hook.traits:
-        raise UsageError(
-            f"every({n}, {hook!r}): gradients of {n} steps are sent as one, but each step has its own weight. Use mean(), or give "
-            "the other steps a hook with otherwise=."
-        )
+    why = (
+        "gradients of several steps are sent as one, but each step has its own weight. Use mean(), or pass otherwise=."
+    )
+    refuse_traits(f"every({n}, {hook!r})", hook, {Trait.WEIGHS: why})
     return Every(n, hook)

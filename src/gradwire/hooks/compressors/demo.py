@@ -9,6 +9,7 @@ zeros. A frequency that only some ranks sent is divided by the number of all ran
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,12 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import UsageError
-from gradwire.hooks.arguments import checks_numbers
+from gradwire.hooks.arguments import checks_arguments
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.compressors.sparse import ALONE, Format, Pairs, check_values, value_dtype
+from gradwire.hooks.compressors.sparse import Format, Pairs, SendsPairs, check_values, gather
 from gradwire.hooks.numerics.elementwise import drop_nonfinite_, wide
 from gradwire.hooks.state import join_flat, split_flat
 
@@ -82,12 +82,14 @@ def _chunk(length: int, chunk: int) -> int:
     return -(-length // -(-length // chunk)) if length else 1
 
 
-def cosines(length: int, like: Tensor) -> Tensor:
-    """The orthonormal DCT-II as a matrix: row i is the cosine of frequency i."""
+@functools.cache
+def cosines(length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The orthonormal DCT-II as a matrix, of which row i is the cosine of frequency i; and its inverse."""
     index = torch.arange(length, dtype=torch.float64, device="cpu")
     basis = torch.cos(math.pi / length * (index + 0.5) * index.view(-1, 1)) * math.sqrt(2 / length)
     basis[0] *= math.sqrt(0.5)
-    return basis.to(like)
+    basis = basis.to(device, dtype)
+    return basis, basis.T.contiguous()
 
 
 def turned(tiles: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -100,26 +102,8 @@ def turned(tiles: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return linear(half.reshape(count * width, height), second).view(count, width, height)
 
 
-@dataclass(slots=True)
-class _Momentum:
-    flat: Tensor
-    cosines: dict[int, tuple[Tensor, Tensor]]
-    """The transform and its inverse by length. Not saved, because they can be recomputed."""
-
-    def there(self, length: int) -> Tensor:
-        """The transform to frequencies."""
-        if length not in self.cosines:
-            basis = cosines(length, self.flat)
-            self.cosines[length] = (basis, basis.T.contiguous())
-        return self.cosines[length][0]
-
-    def back(self, length: int) -> Tensor:
-        """The inverse transform; `there` has computed it."""
-        return self.cosines[length][1]
-
-
-@dataclass(frozen=True, slots=True)
-class DecoupledMomentum(CommHook):
+@dataclass(frozen=True, slots=True, repr=False)
+class DecoupledMomentum(SendsPairs):
     """The hook of `decoupled_momentum`."""
 
     decay: float
@@ -127,10 +111,9 @@ class DecoupledMomentum(CommHook):
     k: int
     values: torch.dtype | None
 
+    made_by = "decoupled_momentum"
     collectives = 1
-    dense_only = True
     traits = Trait.REMEMBERS
-    alone = ALONE
 
     def check(self, spec: BucketSpec) -> None:
         CommHook.check(self, spec)
@@ -140,96 +123,76 @@ class DecoupledMomentum(CommHook):
                 'defined. Give such parameters mean(), by partition({"name.*": mean(), "*": ...}).'
             )
 
-    def init(self, spec: BucketSpec) -> Any:
+    def init(self, spec: BucketSpec) -> Tensor:
         return self.load({}, spec)
 
-    def reduce(self, grad: Tensor, state: _Momentum, turn: Turn) -> Reduction:
+    def reduce(self, grad: Tensor, state: Tensor, turn: Turn) -> Reduction:
         """Accumulate, extract the fast frequencies, gather them, transform their mean back."""
         self.check(turn.spec)
         self.refuse_sparse(grad, turn.spec)
-        tilings, form = self._tilings(turn.spec), self._format(turn.spec)
-        state.flat.mul_(self.decay).add_(grad)
-        chosen = [self._fastest(m, t, state, form) for m, t in self._matrices(state.flat, turn.spec, tilings)]
-        own = torch.zeros_like(state.flat)
-        self._write(own, [(pairs,) for pairs in chosen], state, turn.spec, tilings, 1)
-        drop_nonfinite_(state.flat.sub_(own))
-
-        packed = form.pack(Pairs(_row([c.indices for c in chosen]), _row([c.values for c in chosen])))
-        gathered = packed.new_empty(turn.world_size * packed.numel())
-        yield all_gather_into_tensor(gathered, packed, label=f"bucket {turn.spec.index}")
-
-        ranks = [form.unpack(row) for row in gathered.view(turn.world_size, packed.numel())]
-        sizes = [t.tiles * t.k for t in tilings]
-        lists = zip(*(_split(pairs, sizes) for pairs in ranks), strict=True)
-        value = torch.zeros_like(state.flat)
-        self._write(value, list(lists), state, turn.spec, tilings, turn.counted)
+        tilings, form = self._tilings(turn.spec), self.form(turn.spec)
+        momentum = state.mul_(self.decay).add_(grad)
+        views = zip(turn.spec.views(momentum), tilings, strict=True)
+        chosen = _joined([_fastest(view.reshape(t.rows, t.columns), t, form) for view, t in views])
+        own = _averaged([chosen], momentum, turn.spec, tilings, 1)
+        drop_nonfinite_(momentum.sub_(own))
+        lists = yield from gather(chosen, form, turn)
+        value = _averaged(lists, momentum, turn.spec, tilings, turn.counted)
         return Reduced(value.to(grad.dtype), own.to(grad.dtype))
-
-    def _fastest(self, matrix: Tensor, tiling: Tiling, state: _Momentum, form: Format) -> Pairs:
-        """The k largest frequencies of each tile, and their indices in it."""
-        frequencies = turned(tiling.cut(matrix), state.there(tiling.width), state.there(tiling.height))
-        frequencies = frequencies.reshape(tiling.tiles, tiling.height * tiling.width)
-        indices = torch.topk(frequencies.abs(), tiling.k, sorted=False).indices
-        return Pairs(indices.to(form.indices), frequencies.gather(1, indices).to(form.values))
-
-    def _write(
-        self,
-        flat: Tensor,
-        lists: list[tuple[Pairs, ...]],
-        state: _Momentum,
-        spec: BucketSpec,
-        tilings: list[Tiling],
-        divisor: int,
-    ) -> None:
-        """Write the inverse transform of the mean of what the ranks sent to each parameter's place in `flat`."""
-        for ranks, tiling, view in zip(lists, tilings, spec.views(flat), strict=True):
-            frequencies = flat.new_zeros(tiling.tiles, tiling.height * tiling.width)
-            for indices, values in ranks:  # in rank order, and no index twice in a list: the same bits everywhere
-                shape = (tiling.tiles, tiling.k)
-                frequencies.scatter_add_(1, indices.view(shape).long(), values.view(shape).to(flat.dtype).div_(divisor))
-            tiles = frequencies.view(tiling.tiles, tiling.width, tiling.height)
-            tiles = turned(tiles, state.back(tiling.height), state.back(tiling.width))
-            view.copy_(tiling.join(tiles).reshape(view.shape))
-
-    def _matrices(self, flat: Tensor, spec: BucketSpec, tilings: list[Tiling]) -> list[tuple[Tensor, Tiling]]:
-        return [(v.reshape(t.rows, t.columns), t) for v, t in zip(spec.views(flat), tilings, strict=True)]
 
     def _tilings(self, spec: BucketSpec) -> list[Tiling]:
         return [Tiling.of(shape, self.chunk, self.k) for shape in spec.shapes]
 
-    def _format(self, spec: BucketSpec) -> Format:
+    def form(self, spec: BucketSpec) -> Format:
         indices = torch.int16 if self.chunk**2 <= torch.iinfo(torch.int16).max else torch.int32
         if spec.dtype == torch.float16:  # a frequency may be `chunk` times as large as the elements
             return Format(self.values or torch.float32, indices)
-        return Format(value_dtype(spec, self.values), indices)
+        return Format(min(self.values or spec.dtype, spec.dtype, key=lambda dtype: dtype.itemsize), indices)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         pairs = sum(t.tiles * t.k for t in self._tilings(spec))
-        return (world_size - 1) * pairs * self._format(spec).nbytes
+        return (world_size - 1) * pairs * self.form(spec).nbytes
 
     def error(self, spec: BucketSpec) -> float:
         """Rounding, accumulated by the transform of many elements."""
         return max(16 * torch.finfo(spec.dtype).eps, 64 * torch.finfo(wide(spec.dtype)).eps)
 
-    def save(self, state: _Momentum, spec: BucketSpec) -> dict[str, Any]:
-        return split_flat(state.flat, spec)
+    def save(self, state: Tensor, spec: BucketSpec) -> dict[str, Any]:
+        return split_flat(state, spec)
 
-    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        return _Momentum(join_flat(saved, spec, dtype=wide(spec.dtype)), {})
-
-    def __repr__(self) -> str:
-        return f"decoupled_momentum(decay={self.decay}, chunk={self.chunk}, k={self.k}, values={self.values})"
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Tensor:
+        return join_flat(saved, spec, dtype=wide(spec.dtype))
 
 
-def _row(parts: list[Tensor]) -> Tensor:
-    return torch.cat([p.reshape(-1) for p in parts])
+def _fastest(matrix: Tensor, tiling: Tiling, form: Format) -> Pairs:
+    """The k largest frequencies of each tile, and their indices in it."""
+    width, height = (cosines(length, matrix.dtype, matrix.device)[0] for length in (tiling.width, tiling.height))
+    frequencies = turned(tiling.cut(matrix), width, height).reshape(tiling.tiles, tiling.height * tiling.width)
+    indices = torch.topk(frequencies.abs(), tiling.k, sorted=False).indices
+    return Pairs(indices.to(form.indices), frequencies.gather(1, indices).to(form.values))
 
 
-def _split(pairs: Pairs, sizes: list[int]) -> list[Pairs]:
-    return [Pairs(*both) for both in zip(pairs.indices.split(sizes), pairs.values.split(sizes), strict=True)]
+def _joined(lists: list[Pairs]) -> Pairs:
+    return Pairs(*(torch.cat([each.reshape(-1) for each in both]) for both in zip(*lists, strict=True)))
 
 
-@checks_numbers
+def _averaged(lists: list[Pairs], like: Tensor, spec: BucketSpec, tilings: list[Tiling], divisor: int) -> Tensor:
+    """The inverse transform of the mean of what the ranks sent."""
+    flat = torch.zeros_like(like)
+    sizes = [t.tiles * t.k for t in tilings]
+    parts = [zip(indices.split(sizes), values.split(sizes), strict=True) for indices, values in lists]
+    for tiling, view, *ranks in zip(tilings, spec.views(flat), *parts, strict=True):
+        frequencies = flat.new_zeros(tiling.tiles, tiling.height * tiling.width)
+        for indices, values in ranks:  # in rank order, and no index twice in a list: the same bits everywhere
+            shape = (tiling.tiles, tiling.k)
+            frequencies.scatter_add_(1, indices.view(shape).long(), values.view(shape).to(flat.dtype).div_(divisor))
+        height, width = (cosines(length, flat.dtype, flat.device)[1] for length in (tiling.height, tiling.width))
+        tiles = turned(frequencies.view(tiling.tiles, tiling.width, tiling.height), height, width)
+        view.copy_(tiling.join(tiles).reshape(view.shape))
+    return flat
+
+
+@checks_arguments(decay="[0, 1)", chunk="[1, inf)", k="[1, inf)")
 def decoupled_momentum(
     *, decay: float = 0.999, chunk: int = 64, k: int = 32, values: torch.dtype | None = None
 ) -> CommHook:
@@ -244,12 +207,9 @@ def decoupled_momentum(
     chunk is above 181. Memory: the momentum, as large as the bucket, in float32 for 16-bit gradients; during a reduction, two
     more.
     """
-    what = f"decoupled_momentum(decay={decay}, chunk={chunk}, k={k})"
-    if not 0 <= decay < 1:
-        raise UsageError(f"{what}: decay must be at least 0 and below 1, or the momentum grows without bound.")
-    if chunk < 1 or k < 1:
-        raise UsageError(f"{what}: chunk and k count elements. Pass 1 or more.")
     if k > chunk**2:
-        raise UsageError(f"{what}: a chunk has only {chunk**2} frequencies. Pass a smaller k, or a larger chunk.")
-    check_values(what, values)
+        raise UsageError(
+            f"decoupled_momentum(chunk={chunk}, k={k}): a chunk has only {chunk**2} frequencies. Pass a smaller k or larger chunk."
+        )
+    check_values("decoupled_momentum", values)
     return DecoupledMomentum(decay, chunk, k, values)

@@ -6,11 +6,8 @@ m x r.
 Note [One step of power iteration]
 P = M Q is averaged over the ranks and orthonormalized, Q = M^T P is averaged, and P Q^T is the gradient. All ranks hold the same
 P, so a rank in effect sends P Q_i^T with its own Q_i, and the value is exactly the mean of these. The next step starts from Q: as
-gradients change slowly, one iteration per step is enough (warm start).
-
-Note [Columns of Q]
-A column of zeros or NaN would stay that in every later step. So the next Q takes the columns of the averaged one, divided by their
-norm, if that is finite and not zero, and otherwise keeps its own.
+gradients change slowly, one iteration per step is enough (warm start). It takes the columns of Q divided by their norm, and keeps
+its own in place of one whose norm is zero or not finite, which would stay that in every later step.
 """
 
 from __future__ import annotations
@@ -24,15 +21,13 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_reduce
-from gradwire.errors import UsageError
-from gradwire.hooks.arguments import checks_numbers
+from gradwire.hooks.arguments import checks_arguments
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
-from gradwire.hooks.bucket import BucketSpec, is_dense
+from gradwire.hooks.bucket import BucketSpec, Slices, is_dense
 from gradwire.hooks.dense import MEAN
-from gradwire.hooks.numerics.elementwise import as_dtype, number_dtype, real
+from gradwire.hooks.numerics.elementwise import as_dtype, number_dtype, padded, real
 from gradwire.hooks.numerics.orthogonal import FACTOR_KERNELS, keep_directions, multiply, orthonormal
 from gradwire.hooks.numerics.rng import key, named_generator, noise
-from gradwire.hooks.numerics.slices import Slices
 from gradwire.runtime.jit import kernels
 
 
@@ -76,20 +71,10 @@ class _Plan:
             at += count * length * self.rank
         return found
 
-    @property
-    def q_numel(self) -> int:
-        """Elements of all Q."""
-        return self.rank * sum(m.cols for m in self.by_cols)
-
 
 def _plan(found: list[_Matrix], rest: Sequence[tuple[int, int]], rank: int, numel: int) -> _Plan:
-    return _Plan(
-        rank,
-        tuple(sorted(found, key=lambda m: m.rows)),
-        tuple(sorted(found, key=lambda m: m.cols)),
-        Slices.of(rest),
-        numel,
-    )
+    by_rows, by_cols = sorted(found, key=lambda m: m.rows), sorted(found, key=lambda m: m.cols)
+    return _Plan(rank, tuple(by_rows), tuple(by_cols), Slices.of(rest), numel)
 
 
 def _by_layer(spec: BucketSpec, rank: int, gain: float) -> _Plan:
@@ -124,13 +109,12 @@ class _Qs:
 
     __slots__ = ("batches", "each", "flat", "turned")
 
-    def __init__(self, plan: _Plan, flat: Tensor) -> None:
-        self.flat = flat
-        batches = plan.batches(flat, [m.cols for m in plan.by_cols])
-        self.batches = [b.view(len(b), plan.rank, -1).mT for b in batches]
-        by_name = dict(
-            zip((m.name for m in plan.by_cols), (q for batch in self.batches for q in batch.unbind()), strict=True)
-        )
+    def __init__(self, plan: _Plan, like: Tensor) -> None:
+        lengths = [m.cols for m in plan.by_cols]
+        self.flat = like.new_empty(plan.rank * sum(lengths))
+        self.batches = [b.view(len(b), plan.rank, -1).mT for b in plan.batches(self.flat, lengths)]
+        each = (q for batch in self.batches for q in batch.unbind())
+        by_name = {m.name: q for m, q in zip(plan.by_cols, each, strict=True)}
         self.each = [by_name[m.name] for m in plan.by_rows]
         """In the order of P."""
         self.turned = [q.mT for q in self.each]
@@ -143,24 +127,20 @@ class _Factors:
 
     def __init__(self, plan: _Plan, like: Tensor) -> None:
         self.plan = plan
-        self.q, self.new, self.mine = (_Qs(plan, like.new_empty(plan.q_numel)) for _ in range(3))
+        self.q, self.new, self.mine = (_Qs(plan, like) for _ in range(3))
         """The start of the next step, with columns of unit norm; the averaged product of this step; this rank's own product."""
         self.row = like.new_empty(plan.rest.numel + plan.rank * sum(m.rows for m in plan.by_rows))
         """What is sent uncompressed, followed by all P."""
         self.p_batches = plan.batches(self.row[plan.rest.numel :], [m.rows for m in plan.by_rows])
         self.p = [p for batch in self.p_batches for p in batch.unbind()]
-        self.begins = _begins(plan, like.device) if like.is_cuda else None
+        ends = torch.tensor([0, *(m.cols for m in plan.by_cols for _ in range(plan.rank))], device="cpu").cumsum(0)
+        self.begins = ends.to(like.device) if like.is_cuda else None
+        """The offsets of the columns of Q, and the end of the last one."""
         self.given: dict[str, Any] = {}
         """If batched: what was loaded for other buckets, kept until this one is reduced."""
 
 
-def _begins(plan: _Plan, device: torch.device) -> Tensor:
-    """The offsets of the columns of Q, and the end of the last one."""
-    lengths = torch.tensor([0, *(m.cols for m in plan.by_cols for _ in range(plan.rank))], device="cpu")
-    return lengths.cumsum(0).to(device)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PowerSGD(CommHook):
     """The hook of `power_sgd`."""
 
@@ -170,6 +150,7 @@ class PowerSGD(CommHook):
     min_compression: float
     seed: int
 
+    made_by = "power_sgd"
     dense_only = True
 
     @property
@@ -203,14 +184,14 @@ class PowerSGD(CommHook):
             q.copy_(noise(index, key(self.seed, turn, shared=True) & 0x7FFFFFFF).sub_(0.5))
         label = f"bucket {turn.spec.index}"
         own = real(grad)
-        flat = _filled(own.to(q.dtype), plan.numel)
+        flat = padded(own.to(q.dtype), plan.numel)
         m = plan.matrices(flat)
 
         plan.rest.copy(flat, row)
         multiply(m, state.q.each, state.p)
         wire = row.to(own.dtype)
         yield all_reduce(wire, op=ReduceOp.AVG, label=f"{label}, P")
-        _take(row, wire)
+        row.copy_(wire)  # to the dtype of computation; nothing is copied if it is the same
         p = [each for batch in orthonormal(state.p_batches) for each in batch.unbind()]
 
         new = state.new
@@ -219,7 +200,7 @@ class PowerSGD(CommHook):
         if not turn.donated:
             state.mine.flat.copy_(wire)
         yield all_reduce(wire, op=ReduceOp.AVG, label=f"{label}, Q")
-        _take(new.flat, wire)
+        new.flat.copy_(wire)
         if self.warm_start:
             _warm_start(state)
 
@@ -272,15 +253,9 @@ class PowerSGD(CommHook):
         """Everything: each Q is an average over the ranks."""
         return dict(saved)
 
-    def __repr__(self) -> str:
-        return (
-            f"power_sgd(rank={self.rank}, batched={self.batched}, warm_start={self.warm_start}, "
-            f"min_compression={self.min_compression}, seed={self.seed})"
-        )
-
 
 def _warm_start(state: _Factors) -> None:
-    """Start the next step from this one's Q. See Note [Columns of Q]."""
+    """Start the next step from this one's Q."""
     fast = kernels(FACTOR_KERNELS) if state.begins is not None else None
     if fast is not None:
         fast.keep_directions(state.new.flat, state.q.flat, state.begins)
@@ -289,18 +264,7 @@ def _warm_start(state: _Factors) -> None:
     state.given = {}
 
 
-def _take(row: Tensor, wire: Tensor) -> None:
-    """Copy what was received to the dtype of computation."""
-    if wire is not row:
-        row.copy_(wire)
-
-
-def _filled(flat: Tensor, numel: int) -> Tensor:
-    """`flat`, padded with zeros to `numel` elements."""
-    return flat if flat.numel() == numel else torch.nn.functional.pad(flat, (0, numel - flat.numel()))
-
-
-@checks_numbers
+@checks_arguments(rank="[1, inf)", min_compression="[1, inf]")
 def power_sgd(
     rank: int, *, batched: bool = False, warm_start: bool = True, min_compression: float = 2.0, seed: int = 0
 ) -> CommHook:
@@ -312,17 +276,9 @@ def power_sgd(
     With `warm_start` a step starts from the factors of the last one; without it, from random numbers.
     Use it with error feedback: `chain(error_feedback(), power_sgd(rank=4))`.
 
-    Memory: r (n + 3 m) numbers for a matrix of n x m. State is kept by parameter and follows it to other buckets; with `batched`
-    it belongs to the bucket and is reset when buckets are rebuilt. Gradients narrower than float32 are computed in float32. The
-    host never waits for a CUDA device.
+    Memory: r (n + 3 m) numbers for a matrix of n x m. State is kept by parameter; with `batched` it belongs to the bucket and is
+    reset when buckets are rebuilt. Gradients narrower than float32 are computed in float32.
     On the wire: 2 (N - 1) / N of r (n + m) numbers per matrix and of all that is sent uncompressed, for N ranks; two all-reduces
     per bucket, or one if nothing in it is a matrix.
     """
-    if rank < 1:
-        raise UsageError(f"power_sgd(rank={rank}): the rank must be at least 1; 1 to 4 is usual.")
-    if not min_compression >= 1:
-        raise UsageError(
-            f"power_sgd(rank={rank}, min_compression={min_compression}): factors larger than their matrix would be sent. "
-            "Choose 1 or more."
-        )
     return PowerSGD(rank, batched, warm_start, float(min_compression), seed)

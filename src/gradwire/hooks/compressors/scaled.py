@@ -1,15 +1,9 @@
 """`scaled_cast`: gradients in float16 or float8, scaled so that they neither overflow nor underflow.
 
-Scales are powers of two, so scaling back is exact. They are assembled from exponent bits: pow() need not be exact on every device.
-
-Note [float16 is summed by the engine]
-All ranks agree on one scale, by a maximum over one number. The largest magnitude times the number of ranks stays below 2^15, and so
-below 65504 in any order of additions.
-
-Note [float8 is summed here]
-Engines that support float8 sums round after each addition, to 3 bits or 2. So each rank receives one slice of every rank's bucket,
-each with its sender's scale, sums it in float32, rounds the mean once and sends it to all. The error of the last rounding is part
-of the `sent` of the slice's owner, so error feedback corrects it.
+Scales are powers of two, so scaling back is exact. float16 is summed by the engine: all ranks agree on one scale, so that the
+largest magnitude times the number of ranks stays below 2^15, and so below 65504 in any order of additions. float8 is summed here,
+since engines would round after each addition: each rank receives one slice of every rank's bucket, with its sender's scale, sums it
+in float32, rounds the mean once and sends it to all. That rounding is part of the `sent` of the slice's owner.
 """
 
 from __future__ import annotations
@@ -38,7 +32,7 @@ _FIELDS = {torch.float32: (torch.int32, 23, 127), torch.float64: (torch.int64, 5
 
 
 def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """2 ** exponent, exactly; exponents are clamped so that the power and its inverse are normal numbers."""
+    """2 ** exponent from exponent bits, since pow() need not be exact; clamped so that power and inverse are normal numbers."""
     integer, fraction, bias = _FIELDS[dtype]
     return ((exponent.clamp(1 - bias, bias - 1) + bias).to(integer) << fraction).view(dtype)
 
@@ -85,7 +79,7 @@ class ScaledCast(Wrapped):
         return replace(spec, dtype=self.dtype, names=("parts",), shapes=(row,), strides=((1,),))
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Agree on a scale, convert, reduce, convert back. See Note [float16 is summed by the engine]."""
+        """Agree on a scale, convert, reduce, convert back."""
         self.refuse_sparse(grad, turn.spec)
         flat = real(grad).to(number_dtype(turn.spec.dtype))
         magnitude = largest_magnitude(flat.view(1, -1))
@@ -113,12 +107,17 @@ class Float8Mean(CommHook):
 
     collectives = 2
     dense_only = True
+    error = float32_error
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Exchange slices, sum, gather the means. See Note [float8 is summed here]."""
+        """Exchange slices, sum, gather the means."""
+
+        def row(slices: Tensor) -> Tensor:
+            return as_dtype(slices.reshape(-1)[: count(turn.spec)], turn.spec.dtype)
+
         self.refuse_sparse(grad, turn.spec)
         label, size = f"bucket {turn.spec.index}", turn.world_size
-        slices = padded(real(grad).float(), size).view(size, -1)
+        slices = padded(real(grad).float(), -(-count(turn.spec) // size) * size).view(size, -1)
         outgoing = self._encode(slices)
         incoming = torch.empty_like(outgoing)
         yield all_to_all_single(incoming, outgoing, label=label)
@@ -126,12 +125,12 @@ class Float8Mean(CommHook):
         rounded = self._encode(mean)
         gathered = torch.empty_like(outgoing)
         yield all_gather_into_tensor(gathered, rounded, label=label)
-        value = self._row(self._decode(gathered), turn.spec)
+        value = row(self._decode(gathered))
         if turn.donated:
             return Reduced(value, value)
         sent = self._decode(outgoing)
         sent[turn.rank] += (self._decode(rounded) - mean).view(-1) * turn.counted
-        return Reduced(value, self._row(sent, turn.spec))
+        return Reduced(value, row(sent))
 
     def _encode(self, rows: Tensor) -> Tensor:
         """Each row as bytes: its scale, then its numbers."""
@@ -144,15 +143,8 @@ class Float8Mean(CommHook):
         scale = as_bytes(rows[:, :4].contiguous()).view(torch.float32).unsqueeze(-1)
         return rows[:, 4:].view(self.dtype).to(torch.float32) / scale
 
-    def _row(self, slices: Tensor, spec: BucketSpec) -> Tensor:
-        return as_dtype(slices.reshape(-1)[: count(spec)], spec.dtype)
-
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return 2 * (world_size - 1) * (-(-count(spec) // world_size) + 4)
-
-    def error(self, spec: BucketSpec) -> float:
-        """Rounding in float32 and to the gradient's dtype; all other loss is part of `sent`."""
-        return float32_error(spec)
 
     def __repr__(self) -> str:
         return f"scaled_cast({self.dtype}) > mean()"
@@ -168,8 +160,7 @@ def scaled_cast(dtype: torch.dtype) -> Stage:
     in float8, summed in float32, and the mean is rounded and gathered in float8. On the wire: 2 (n - 1) (ceil(numel / n) + 4)
     bytes. Lossy enough to need `error_feedback()`. (arXiv 2209.05433 on the dtypes.)
 
-    Infinite and NaN elements stay visible: a float16 bucket that contains one is not scaled in that step, and in a float8 bucket
-    the whole slice becomes NaN.
+    A float16 bucket that contains an infinite or NaN element is not scaled in that step; in float8 the whole slice becomes NaN.
 
     >>> from gradwire.hooks import chain, mean
     >>> from gradwire.testing import simulate

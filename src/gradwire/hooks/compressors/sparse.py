@@ -1,15 +1,16 @@
-"""Sparse hooks: each rank sends its most important elements, and their indices.
+"""Sparse hooks: a rank sends some of its elements.
 
-Different ranks choose different elements, so an all-reduce cannot add them: the lists are gathered, and every rank adds all of
-them in rank order. What was not sent is lost unless error feedback keeps it; `dgc`, in a module of its own, keeps it itself,
-and `random_k`, where all ranks choose the same elements, is a stage.
+`top_k` and `threshold` send the most important elements of each rank, and their indices. Different ranks choose different elements,
+so an all-reduce cannot add them: the lists are gathered, and every rank adds all of them in rank order. `random_k` is a stage: all
+ranks choose the same elements, so any dense hook can reduce them. What was not sent is lost unless error feedback keeps it; `dgc`,
+in a module of its own, keeps it itself.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,17 +19,14 @@ from torch import Tensor
 from gradwire.collectives import all_gather, all_gather_into_tensor
 from gradwire.collectives.lower import as_bytes
 from gradwire.errors import UsageError
-from gradwire.hooks.arguments import checks_numbers
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.arguments import NamedStage, checks_arguments
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.clip_noise import Clip
+from gradwire.hooks.composite import Wrapped
 from gradwire.hooks.numerics.elementwise import as_dtype, count, number_dtype, real
+from gradwire.hooks.numerics.rng import key, noise
 from gradwire.hooks.numerics.select import largest, reaching
-
-ALONE = (
-    "it gathers lists of indices and values, because each rank sends other elements, and an all-reduce needs every element of "
-    "every rank"
-)
-"""Why a sparse hook cannot be a stage."""
 
 
 class Pairs(NamedTuple):
@@ -60,13 +58,32 @@ class Format:
         # Copies, because a view in a wider dtype must be aligned to its size.
         return Pairs(packed[cut:].clone().view(self.indices), packed[:cut].clone().view(self.values))
 
-    def check(self, numel: int, what: object) -> None:
-        if numel > torch.iinfo(self.indices).max:
+
+class SendsPairs(CommHook):
+    """A hook that sends indices and values of elements that differ between ranks."""
+
+    values: torch.dtype | None
+    dense_only = True
+    alone = (
+        "it gathers lists of indices and values, because each rank sends other elements, and an all-reduce needs every element of "
+        "every rank"
+    )
+
+    def form(self, spec: BucketSpec) -> Format:
+        """How a bucket's elements are sent."""
+        own = spec.dtype.to_real()
+        form = Format(self.values if self.values is not None and self.values.itemsize < own.itemsize else own)
+        if count(spec) > torch.iinfo(form.indices).max:
             raise UsageError(
-                f"{what!r} on a bucket of {numel} elements: indices are sent as {self.indices}, which is too narrow. Until the "
-                "first step has shown the order of gradients all parameters are one bucket: pass Buckets(from_start=True) to "
-                "replicate(), whose limit then holds from the start, or give a parameter as large as this mean() by partition()."
+                f"{self!r} on a bucket of {count(spec)} elements: indices are sent as {form.indices}, which is too narrow. In the "
+                "first step all parameters are one bucket unless you pass Buckets(from_start=True) to replicate(). Do that, or "
+                "give a parameter as large as this mean() by partition()."
             )
+        return form
+
+    def check(self, spec: BucketSpec) -> None:
+        CommHook.check(self, spec)
+        self.form(spec)
 
 
 def share_of(numel: int, *, ratio: float | None = None, k: int | None = None) -> int:
@@ -75,30 +92,26 @@ def share_of(numel: int, *, ratio: float | None = None, k: int | None = None) ->
     return min(numel, max(1, wanted))
 
 
-def check_ratio(what: str, ratio: float) -> None:
-    """Raise unless 0 < `ratio` <= 1."""
-    if not 0 < ratio <= 1:
-        raise UsageError(
-            f"{what}: ratio {ratio} is not a part of the whole. Pass more than 0 and at most 1, such as 0.01."
-        )
-
-
-def check_values(what: str, values: torch.dtype | None) -> None:
+def check_values(name: str, values: torch.dtype | None) -> None:
     """Raise unless values can be sent in this dtype."""
     if values not in (None, torch.float32, torch.bfloat16):
         raise UsageError(
-            f"{what}: values={values} is not a dtype that values can be sent in. Pass torch.bfloat16, torch.float32, or None "
-            "for the gradient's own."
+            f"{name}(values={values}): not a dtype that values can be sent in. Pass torch.bfloat16, torch.float32 or None."
         )
 
 
 def exchange(chosen: Pairs, form: Format, turn: Turn) -> Reduction:
     """Gather lists of equal length from all ranks: their mean is `value`, this rank's own list is `sent`."""
+    lists = yield from gather(chosen, form, turn)
+    return _rows(lists, chosen, turn)
+
+
+def gather(chosen: Pairs, form: Format, turn: Turn) -> Any:
+    """The lists of all ranks, which have equal length."""
     packed = form.pack(chosen)
     gathered = packed.new_empty(turn.world_size * packed.numel())
     yield all_gather_into_tensor(gathered, packed, label=f"bucket {turn.spec.index}")
-    lists = [form.unpack(row) for row in gathered.view(turn.world_size, packed.numel())]
-    return _rows(lists, chosen, turn)
+    return [form.unpack(row) for row in gathered.view(turn.world_size, packed.numel())]
 
 
 def _rows(lists: list[Pairs], chosen: Pairs, turn: Turn) -> Reduced:
@@ -113,43 +126,22 @@ def _rows(lists: list[Pairs], chosen: Pairs, turn: Turn) -> Reduced:
     return Reduced(as_dtype(value, dtype), as_dtype(sent, dtype))
 
 
-def value_dtype(spec: BucketSpec, values: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a bucket's values are sent."""
-    own = spec.dtype.to_real()
-    return values if values is not None and values.itemsize < own.itemsize else own
-
-
-def check_bucket(hook: CommHook, spec: BucketSpec, values: torch.dtype | None) -> None:
-    """Raise unless the bucket is dense and its indices fit their dtype: for `check`."""
-    CommHook.check(hook, spec)
-    Format(value_dtype(spec, values)).check(count(spec), hook)
-
-
-class _Selecting(CommHook):
-    """A hook that sends the elements that this rank chooses."""
-
-    values: torch.dtype | None
-    alone = ALONE
-    dense_only = True
+class _Selecting(SendsPairs):
+    """A hook that sends the elements that this rank chooses, without a state."""
 
     @abstractmethod
     def choose(self, flat: Tensor) -> Tensor:
         """The indices of the elements to send."""
 
-    def check(self, spec: BucketSpec) -> None:
-        check_bucket(self, spec, self.values)
-
     def chosen(self, grad: Tensor, turn: Turn) -> tuple[Pairs, Format]:
         """The chosen elements as they are sent."""
         self.refuse_sparse(grad, turn.spec)
-        flat = real(grad)
-        form = Format(value_dtype(turn.spec, self.values))
-        form.check(flat.numel(), self)
+        flat, form = real(grad), self.form(turn.spec)
         indices = self.choose(flat)
         return Pairs(indices.to(form.indices), flat[indices].to(form.values)), form
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TopK(_Selecting):
     """The hook of `top_k`: a fixed number of elements, one all-gather."""
 
@@ -157,6 +149,7 @@ class TopK(_Selecting):
     k: int | None
     values: torch.dtype | None
 
+    made_by = "top_k"
     collectives = 1
 
     def choose(self, flat: Tensor) -> Tensor:
@@ -166,15 +159,10 @@ class TopK(_Selecting):
         return (yield from exchange(*self.chosen(grad, turn), turn))
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        k = share_of(count(spec), ratio=self.ratio, k=self.k)
-        return (world_size - 1) * k * Format(value_dtype(spec, self.values)).nbytes
-
-    def __repr__(self) -> str:
-        amount = f"ratio={self.ratio}" if self.ratio is not None else f"k={self.k}"
-        return f"top_k({amount}, values={self.values})"
+        return (world_size - 1) * share_of(count(spec), ratio=self.ratio, k=self.k) * self.form(spec).nbytes
 
 
-@checks_numbers
+@checks_arguments(ratio="(0, 1]", k="[1, inf)")
 def top_k(*, ratio: float | None = None, k: int | None = None, values: torch.dtype | None = None) -> CommHook:
     """Send the elements of largest magnitude: `k` of each bucket, or the `ratio`-th part of it. (arXiv 1704.05021, 1809.07599)
 
@@ -190,18 +178,13 @@ def top_k(*, ratio: float | None = None, k: int | None = None, values: torch.dty
     >>> done.reduced[0].value
     tensor([ 2.5000, -1.5000])
     """
-    what = f"top_k(ratio={ratio}, k={k})"
     if (ratio is None) == (k is None):
-        raise UsageError(f"{what}: how many elements? Pass one of ratio and k.")
-    if ratio is not None:
-        check_ratio(what, ratio)
-    if k is not None and k < 1:
-        raise UsageError(f"{what}: no element would be sent. Pass a k of at least 1.")
-    check_values(what, values)
+        raise UsageError(f"top_k(ratio={ratio}, k={k}): how many elements? Pass one of ratio and k.")
+    check_values("top_k", values)
     return TopK(ratio, k, values)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Threshold(_Selecting):
     """The hook of `threshold`: a varying number of elements, so the lengths are gathered before the lists."""
 
@@ -209,6 +192,7 @@ class Threshold(_Selecting):
     relative: float | None
     values: torch.dtype | None
 
+    made_by = "threshold"
     collectives = 2
 
     def choose(self, flat: Tensor) -> Tensor:
@@ -227,12 +211,8 @@ class Threshold(_Selecting):
         yield all_gather(gathered, packed, label=label)
         return _rows([form.unpack(row) for row in gathered], chosen, turn)
 
-    def __repr__(self) -> str:
-        bound = f"value={self.value}" if self.value is not None else f"relative={self.relative}"
-        return f"threshold({bound}, values={self.values})"
 
-
-@checks_numbers
+@checks_arguments(value="(0, inf)", relative="(0, 1]")
 def threshold(
     *, value: float | None = None, relative: float | None = None, values: torch.dtype | None = None
 ) -> CommHook:
@@ -250,12 +230,86 @@ def threshold(
     >>> done.reduced[0].value
     tensor([ 3.5000, -1.5000])
     """
-    what = f"threshold(value={value}, relative={relative})"
     if (value is None) == (relative is None):
-        raise UsageError(f"{what}: which elements? Pass one of value and relative.")
-    if value is not None and not (value > 0 and math.isfinite(value)):
-        raise UsageError(f"{what}: value must be above 0 and finite, since magnitudes are compared with it.")
-    if relative is not None and not 0 < relative <= 1:
-        raise UsageError(f"{what}: relative is a part of the largest magnitude. Pass more than 0 and at most 1.")
-    check_values(what, values)
+        raise UsageError(f"threshold(value={value}, relative={relative}): which elements? Pass one of them.")
+    check_values("threshold", values)
     return Threshold(value, relative, values)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RandomK(Wrapped):
+    """The stage of `random_k`."""
+
+    ratio: float
+    seed: int
+
+    made_by = "random_k"
+    dense_only = True
+
+    def __post_init__(self) -> None:
+        what = f"random_k(ratio={self.ratio}) around {self.inner!r}"
+        # A residual of one element would be added to another in the next step. What is not saved is not state but a plan.
+        probe = self.inside(BucketSpec(0, ("probe",), ((8,),), ((1,),), torch.float32, torch.device("cpu")))
+        keeps = self.inner.traits & (Trait.REMEMBERS | Trait.CONTINUES | Trait.LOCAL)
+        if keeps or self.inner.save(self.inner.init(probe), probe):
+            raise UsageError(
+                f"{what}: the inner hook keeps state from step to step, but its bucket holds different elements in every step. Put "
+                "error_feedback() to the left of random_k, and a hook without state, such as mean(), inside."
+            )
+        part: CommHook = self.inner
+        while isinstance(part, Wrapped):
+            if isinstance(part, Clip) and part.norm is not None:
+                raise UsageError(
+                    f"{what}: clip(norm=...) bounds the norm of each parameter, and the random elements belong to no parameter. "
+                    "Put clip() to the left of random_k()."
+                )
+            part = part.inner
+
+    def inside(self, spec: BucketSpec) -> BucketSpec:
+        """A bucket of k elements that belong to no parameter."""
+        k = share_of(spec.numel, ratio=self.ratio)
+        return replace(spec, names=("random_k",), shapes=((k,),), strides=((1,),))
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        self.refuse_sparse(grad, turn.spec)
+        indices = self._indices(turn)
+        # The inner bucket has no parameter names to tell it apart by.
+        inside = replace(turn, spec=self.inside(turn.spec), path="/".join([turn.path, *turn.spec.names[:1]]))
+        value, sent = yield from self.inner.reduce(grad[indices], state, inside)
+        return Reduced(
+            torch.zeros_like(grad).index_copy_(0, indices, value.view(-1)),
+            grad if turn.donated else torch.zeros_like(grad).index_copy_(0, indices, sent.view(-1)),
+        )
+
+    def _indices(self, turn: Turn) -> Tensor:
+        """One index in each of k ranges of the bucket of almost equal length: ascending and unique."""
+        numel, k = turn.spec.numel, share_of(turn.spec.numel, ratio=self.ratio)
+        device = turn.spec.device
+        bounds = torch.arange(k + 1, device=device) * numel // max(k, 1)
+        # Not from a generator of the device: those of other models draw other numbers, and ranks would choose other elements.
+        uniform = noise(torch.arange(k, device=device), key(self.seed, turn, shared=True) & 0x7FFFFFFF)
+        return bounds[:-1] + (uniform.double() * bounds.diff()).long()
+
+    @property
+    def structure(self) -> str:
+        """Nothing is kept."""
+        return ""
+
+
+@checks_arguments(ratio="(0, 1]")
+def random_k(ratio: float, *, seed: int = 0) -> Stage:
+    """Reduce only a random part of the bucket, the same on every rank, with the inner hook. (arXiv 1809.07599)
+
+    Every rank derives the elements from the seed, so no indices are sent, and any hook without state can reduce them, such as
+    `chain(random_k(0.01), cast(torch.bfloat16), mean())`. One element is drawn from each of k = ratio * numel ranges. The gradients
+    of the others are zero in that step; put `error_feedback()` around it to send them later.
+
+    On the wire: as the inner hook for k elements; unlike `top_k` it does not grow with the number of ranks.
+
+    >>> from gradwire.hooks import chain, mean
+    >>> from gradwire.testing import simulate
+    >>> done = simulate(chain(random_k(0.5), mean()), [torch.ones(4), torch.ones(4)])
+    >>> done.reduced[0].value.sum(), done.nbytes
+    (tensor(2.), 8)
+    """
+    return NamedStage(f"random_k({ratio})", lambda inner: RandomK(inner, ratio, seed))

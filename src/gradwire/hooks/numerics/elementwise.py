@@ -64,10 +64,9 @@ def count(spec: BucketSpec) -> int:
     return spec.numel * (2 if spec.dtype.is_complex else 1)
 
 
-def padded(flat: Tensor, multiple: int) -> Tensor:
-    """`flat`, padded with zeros to a multiple of `multiple` elements; `flat` itself if it is one already."""
-    missing = -flat.numel() % multiple
-    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+def padded(flat: Tensor, numel: int) -> Tensor:
+    """`flat`, padded with zeros to `numel` elements; `flat` itself if it has as many."""
+    return flat if flat.numel() == numel else torch.nn.functional.pad(flat, (0, numel - flat.numel()))
 
 
 def as_dtype(row: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,6 +76,6 @@ def as_dtype(row: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.view_as_complex(row.to(dtype.to_real()).view(-1, 2))
 
 
-def float32_error(spec: BucketSpec) -> float:
-    """`CommHook.error` of a hook that sums in float32: its rounding, or that of the gradient's dtype if that is coarser."""
+def float32_error(hook: object, spec: BucketSpec) -> float:
+    """The method `error` of a hook that sums in float32: its rounding, or that of the gradient's dtype if that is coarser."""
     return 16 * max(torch.finfo(spec.dtype).eps, torch.finfo(torch.float32).eps)

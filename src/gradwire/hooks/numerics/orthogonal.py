@@ -6,9 +6,8 @@ of kernels, in float64 because the first pass squares the condition number. Line
 longer than unit norm. Neither synchronizes with the host.
 
 Note [Launches]
-On a GPU launch overhead dominates. So factors of equal length are one batch, Gram matrices of all lengths are stored together, and
-where torch has no single operation there is a kernel of our own if Triton is installed. Products are one launch each until there
-are so many of one shape that stacking them costs less.
+On a GPU launch overhead dominates. So factors of equal length are one batch, Gram matrices of all lengths are stored together,
+there are kernels of our own if Triton is installed, and products are stacked where there are many of one shape.
 """
 
 from __future__ import annotations

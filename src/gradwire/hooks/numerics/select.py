@@ -68,7 +68,8 @@ def largest(flat: Tensor, k: int) -> Tensor:
             # Many elements are equal to the bound: usually zeros.
             found = _at_least(bits, bound + 1, limit=4 * k)
             if found is not None and len(found) < k:
-                return _merge(found, (_magnitude(bits) == bound).nonzero().view(-1)[: k - len(found)])
+                equal = (_magnitude(bits) == bound).nonzero().view(-1)[: k - len(found)]
+                return torch.cat([found, equal]).sort().values
         if found is not None and len(found) >= k:
             return found[_exact(_magnitude(bits[found]), k)]
     return _exact(_magnitude(bits), k)
@@ -126,7 +127,3 @@ def _exact(magnitude: Tensor, k: int) -> Tensor:
     missing = k - int(above.sum())
     above[(magnitude == least).nonzero().view(-1)[:missing]] = True
     return above.nonzero().view(-1)
-
-
-def _merge(some: Tensor, others: Tensor) -> Tensor:
-    return torch.cat([some, others]).sort().values

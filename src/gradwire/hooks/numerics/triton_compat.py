@@ -12,18 +12,13 @@ try:
 except ImportError:
     triton = tl = None
 
-__all__ = ["inlined", "kernel", "tl"]
+__all__ = ["kernel", "tl"]
 
 
 def kernel(*varying: str) -> Callable[[Any], Any]:
-    """A kernel. It is not recompiled for other values of the parameters in `varying`."""
+    """A kernel, or a function that is inlined in kernels. It is not recompiled for other values of the parameters in `varying`."""
 
     def decorate(function: Any) -> Any:
         return function if triton is None else triton.jit(function, do_not_specialize=list(varying))
 
     return decorate
-
-
-def inlined(function: Any) -> Any:
-    """A device function, inlined in kernels."""
-    return function if triton is None else triton.jit(function)

@@ -30,18 +30,20 @@ class OuterHook(CommHook):
         @property
         def outer_collectives(self) -> int | None:
             """How many collectives `after_step` yields for a bucket, if that is always the same number."""
+
+        @property
+        def equalizes(self) -> bool:
+            """Whether all ranks hold the same parameters after an outer step of all fragments at once."""
     else:
         outer_collectives = None
+        equalizes = False
 
+    every: int
+    """The number of optimizer steps from one outer step to the next, for `due`."""
     fragments: int = 1
     """Into how many parts the parameters are split; each has its outer steps at a different time."""
     delay: int = 0
     """How many optimizer steps after `after_step` the result is applied by `settle`."""
-
-    @property
-    def equalizes(self) -> bool:
-        """Whether all ranks hold the same parameters after an outer step of all fragments at once."""
-        return False
 
     def averages_gradients(self, step: int) -> bool:
         """Whether the gradients of this step, counted from 0, are averaged, so that equal replicas stay equal."""
@@ -52,9 +54,9 @@ class OuterHook(CommHook):
         return Reduced(grad, grad)
         yield
 
-    @abstractmethod
     def due(self, step: int) -> tuple[int, ...]:
-        """The fragments that have an outer step after the optimizer's step of this number, counted from 1."""
+        """The fragments that have an outer step after the optimizer's step of this number, counted from 1: evenly spread."""
+        return tuple(f for f in range(self.fragments) if (step - f * self.every // self.fragments) % self.every == 0)
 
     def begin(self, parameters: Tensor, state: Any, turn: Turn) -> None:
         """Record what later outer steps need of the parameters: before the first step, and after a state was loaded."""
@@ -90,10 +92,3 @@ def check_outer(hook: CommHook, doing: str) -> None:
             f"{doing}({hook!r}): it leaves gradients on their rank and nothing would ever average the parameters. Use a hook such "
             "as local_sgd() alone, with nothing around it; give stages to the inner hook: diloco(hook=chain(...))."
         )
-
-
-def check_every(name: str, **counts: int) -> None:
-    """Raise unless all counts are at least 1."""
-    for key, count in counts.items():
-        if count < 1:
-            raise UsageError(f"{name}({key}={count}): must be at least 1. Pass a number of steps.")

@@ -9,29 +9,24 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_reduce, all_to_all_single
-from gradwire.errors import UsageError
-from gradwire.hooks.arguments import checks_numbers
+from gradwire.hooks.arguments import checks_arguments
 from gradwire.hooks.base import Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.dense import Mean
 from gradwire.hooks.numerics.elementwise import wide
 from gradwire.hooks.numerics.rng import generator
-from gradwire.hooks.periodic.base import OuterHook, check_every
+from gradwire.hooks.periodic.base import OuterHook
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class LocalSGD(OuterHook):
     """The hook of `local_sgd`."""
 
     every: int
+
+    made_by = "local_sgd"
     outer_collectives = 1
-
-    @property
-    def equalizes(self) -> bool:
-        return True
-
-    def due(self, step: int) -> tuple[int, ...]:
-        return () if step % self.every else (0,)
+    equalizes = True
 
     def after_step(self, parameters: Tensor, state: Any, turn: Turn) -> Reduction:
         yield all_reduce(parameters, op=ReduceOp.AVG, label=f"parameters {turn.spec.index}")
@@ -40,26 +35,24 @@ class LocalSGD(OuterHook):
     def outer_wire_bytes(self, spec: BucketSpec, world_size: int) -> float | None:
         return 2 * (world_size - 1) / world_size * spec.nbytes
 
-    def __repr__(self) -> str:
-        return f"local_sgd(every={self.every})"
 
-
-@checks_numbers
+@checks_arguments(every="[1, inf)")
 def local_sgd(*, every: int) -> OuterHook:
     """Average the parameters, instead of the gradients, every `every` steps (arXiv 1805.09767).
 
     Requires `model.attach_optimizer(optimizer)`. No memory. On the wire: 2 (n - 1) / n of the parameters' bytes every `every`
     steps for n ranks. Optimizer states (momentum, Adam's moments) are not averaged.
     """
-    check_every("local_sgd", every=every)
     return LocalSGD(every)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PostLocalSGD(LocalSGD):
     """The hook of `post_local_sgd`."""
 
     start: int
+
+    made_by = "post_local_sgd"
     collectives = None
 
     def averages_gradients(self, step: int) -> bool:
@@ -77,26 +70,17 @@ class PostLocalSGD(LocalSGD):
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return Mean().wire_bytes(spec, world_size) if step < self.start else 0.0
 
-    def __repr__(self) -> str:
-        return f"post_local_sgd(start={self.start}, every={self.every})"
 
-
-@checks_numbers
+@checks_arguments(start="[0, inf)", every="[1, inf)")
 def post_local_sgd(*, start: int, every: int) -> OuterHook:
     """Average the gradients for `start` steps, and from then on the parameters every `every` steps (arXiv 1808.07217).
 
     Requires `model.attach_optimizer(optimizer)`. No memory. On the wire: as `mean()` for `start` steps, then as `local_sgd`.
     """
-    check_every("post_local_sgd", every=every)
-    if start < 0:
-        raise UsageError(f"post_local_sgd(start={start}): must be at least 0. Pass a number of steps.")
     return PostLocalSGD(every, start)
 
 
-TOPOLOGIES = ("ring", "random")
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Gossip(OuterHook):
     """The hook of `gossip`."""
 
@@ -104,8 +88,7 @@ class Gossip(OuterHook):
     every: int
     seed: int
 
-    def due(self, step: int) -> tuple[int, ...]:
-        return () if step % self.every else (0,)
+    made_by = "gossip"
 
     def neighbors(self, turn: Turn) -> list[int]:
         """The ranks with which this one averages in this turn, with equal weights."""
@@ -137,11 +120,8 @@ class Gossip(OuterHook):
         neighbors = min(world_size - 1, 2 if self.topology == "ring" else 1)
         return float(neighbors * spec.nbytes)
 
-    def __repr__(self) -> str:
-        return f"gossip(topology={self.topology!r}, every={self.every}, seed={self.seed})"
 
-
-@checks_numbers
+@checks_arguments(topology=("ring", "random"), every="[1, inf)")
 def gossip(*, topology: str = "ring", every: int = 1, seed: int = 0) -> OuterHook:
     """Average the parameters with those of the neighbors after every `every`-th step (D-PSGD, arXiv 1705.09056).
 
@@ -151,7 +131,4 @@ def gossip(*, topology: str = "ring", every: int = 1, seed: int = 0) -> OuterHoo
     `model.attach_optimizer(optimizer)`. No persistent memory.
     On the wire: the parameters' bytes twice ("ring" of three or more), or once, for any number of ranks.
     """
-    check_every("gossip", every=every)
-    if topology not in TOPOLOGIES:
-        raise UsageError(f"gossip(topology={topology!r}): unknown. Use one of {', '.join(map(repr, TOPOLOGIES))}.")
     return Gossip(topology, every, seed)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gradwire.hooks.compressors.quantized.layout import Part
-from gradwire.hooks.numerics.elementwise import float32
+from gradwire.hooks.numerics.elementwise import float32, padded
 from gradwire.hooks.numerics.rng import noise
 
 LEAST = 2.0**-100
@@ -32,12 +32,9 @@ LEAST = 2.0**-100
 
 
 def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
-    """Write codes and scales of `x` to its part of `message`, one row after another.
-
-    With a key rounding is stochastic; with one bit the key decides which zeros are positive.
-    """
+    """See `codec.quantize`."""
     rows = message.shape[0]
-    values = _padded(x, rows * part.row).view(rows, part.blocks, part.block)
+    values = padded(x.to(torch.float32), rows * part.row).view(rows, part.blocks, part.block)
     magnitudes = values.abs()
     peak = magnitudes.amax(-1)
     finite = peak.isfinite()
@@ -59,13 +56,11 @@ def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
     codes.copy_(_pack(code.to(torch.int32), part).view(rows, -1))
 
 
-def dequantize(message: Tensor, out: Tensor, part: Part) -> None:
-    """Decode the rows one after another to `out`."""
-    out.copy_(_decode(message, part).view(-1)[: part.numel])
-
-
-def total(message: Tensor, out: Tensor, part: Part, factor: float) -> None:
-    """Write the sum over the rows, times `factor`, to `out`, which is float32."""
+def decode(message: Tensor, out: Tensor, part: Part, factor: float | None = None) -> None:
+    """See `codec.decode`."""
+    if factor is None:
+        out.copy_(_decode(message, part).view(-1)[: part.numel])
+        return
     first, *others = (_decode(row, part).view(-1)[: part.numel] for row in message.split(1))
     out.copy_(first)
     for other in others:
@@ -102,9 +97,8 @@ def _pack(code: Tensor, part: Part) -> Tensor:
 
 def _decode(message: Tensor, part: Part) -> Tensor:
     rows = message.shape[0]
-    scale = (
-        message.narrow(1, part.scales_at, 4 * part.blocks).contiguous().view(torch.float32).view(rows, part.blocks, 1)
-    )
+    scale = message.narrow(1, part.scales_at, 4 * part.blocks).contiguous().view(torch.float32)
+    scale = scale.view(rows, part.blocks, 1)
     packed = message.narrow(1, part.codes_at, part.blocks * part.block_bytes).reshape(rows, part.blocks, -1)
     if part.bits == 8:
         return packed.contiguous().view(torch.int8).to(torch.float32) * scale
@@ -117,8 +111,3 @@ def _decode(message: Tensor, part: Part) -> Tensor:
         half = 1 << (part.bits - 1)
         signed = (planes ^ half) - half
     return signed.view(rows, part.blocks, part.block).to(torch.float32) * scale
-
-
-def _padded(x: Tensor, numel: int) -> Tensor:
-    x = x.to(torch.float32)
-    return x if x.numel() == numel else torch.nn.functional.pad(x, (0, numel - x.numel()))

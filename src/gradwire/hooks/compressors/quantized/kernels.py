@@ -3,16 +3,11 @@
 """The codec as Triton kernels: one read and one write of device memory. The arithmetic is that of `eager`, to the bit.
 
 Note [Division into programs]
-A program handles `TILE` adjacent blocks of one row of the message, so that all addresses are multiples of a block. A full tile has
-no masks, which would keep a thread from moving 16 bytes at once; only the last tile of a row has them.
-A thread handles four codes and, plane by plane, their four elements: 16 bytes of floats, adjacent between adjacent threads. For
-that, offsets in the message are passed in words of 4 bytes: if Triton knew that codes are aligned to 16, it would assign 16 of
-them to a thread and shuffle through shared memory.
-Elements are read once for the scale and again for the codes, the second time from the cache if not from registers.
-A row may have more than 2 ** 31 bytes, so offsets in it are 64-bit, and only those within a tile 32-bit.
-The kernels are launched without contraction of products and sums, because the other implementations round twice there.
-
-The module can be imported without Triton, but its functions cannot be called then.
+A program handles `TILE` adjacent blocks of one row of the message. Only the last tile of a row has masks, which would keep a thread
+from moving 16 bytes at once. A thread handles four codes and, plane by plane, their four elements: 16 bytes of floats. For that,
+offsets in the message are passed in words of 4 bytes: if Triton knew that codes are aligned to 16, it would assign 16 of them to a
+thread and shuffle through shared memory. A row may have more than 2 ** 31 bytes, so offsets in it are 64-bit. Products and sums are
+not contracted, because the other implementations round twice there.
 """
 
 from __future__ import annotations
@@ -22,17 +17,16 @@ from torch import Tensor
 
 from gradwire.hooks.compressors.quantized.layout import Part
 from gradwire.hooks.numerics.elementwise import float32
-from gradwire.hooks.numerics.triton_compat import inlined, kernel, tl
+from gradwire.hooks.numerics.triton_compat import kernel, tl
 
-ENCODE_ELEMENTS = 4096
-DECODE_ELEMENTS = 4096
+TILE_ELEMENTS = 4096
 """Elements per program, unless a single block is larger."""
 WARPS = 4
 
 
 def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
-    """See `eager.quantize`."""
-    tile = max(1, ENCODE_ELEMENTS // part.block)
+    """See `codec.quantize`."""
+    tile = max(1, TILE_ELEMENTS // part.block)
     unit = float(1 << part.fraction)
     with torch.cuda.device(x.device):
         _quantize[(-(-part.blocks // tile), message.shape[0])](
@@ -43,18 +37,11 @@ def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
         )  # fmt: skip
 
 
-def dequantize(message: Tensor, out: Tensor, part: Part) -> None:
-    """See `eager.dequantize`."""
-    _run_decode(message, out, part, rows=message.shape[0], summed=1, factor=1.0)
-
-
-def total(message: Tensor, out: Tensor, part: Part, factor: float) -> None:
-    """See `eager.total`."""
-    _run_decode(message, out, part, rows=1, summed=message.shape[0], factor=float32(factor))
-
-
-def _run_decode(message: Tensor, out: Tensor, part: Part, *, rows: int, summed: int, factor: float) -> None:
-    tile = max(1, DECODE_ELEMENTS // part.block)
+def decode(message: Tensor, out: Tensor, part: Part, factor: float | None = None) -> None:
+    """See `codec.decode`."""
+    rows, summed = (message.shape[0], 1) if factor is None else (1, message.shape[0])
+    factor = 1.0 if factor is None else float32(factor)
+    tile = max(1, TILE_ELEMENTS // part.block)
     with torch.cuda.device(out.device):
         _decode[(-(-part.blocks // tile), rows)](
             message, message.view(torch.float32), out, part.numel, part.blocks, *_words(part),
@@ -86,7 +73,7 @@ def _quantize(
         _quantize_tile(x, codes, scales, first, left, here, key, down, TOP, BITS, BLOCK, TILE, STOCHASTIC, False)
 
 
-@inlined
+@kernel()
 def _quantize_tile(
     x, codes, scales, first, left, here, key, down,
     TOP: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, STOCHASTIC: tl.constexpr,
@@ -155,7 +142,7 @@ def _quantize_tile(
         tl.store(codes + offsets, packed.to(tl.uint8), mask=rows[:, None] < here)
 
 
-@inlined
+@kernel()
 def _read(x, local, left, here, rows, FULL: tl.constexpr):
     if FULL:
         return tl.load(x + local).to(tl.float32)
@@ -188,7 +175,7 @@ def _decode(
             )  # fmt: skip
 
 
-@inlined
+@kernel()
 def _decode_plane(
     codes, scales, out, at, left, here, stride, summed, factor, PLANE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SUMS: tl.constexpr, SCALED: tl.constexpr,
@@ -211,7 +198,7 @@ def _decode_plane(
         tl.store(out + local, total.to(out.dtype.element_ty), mask=(local < left) & (rows[:, None] < here))
 
 
-@inlined
+@kernel()
 def _meant(
     codes, scales, here, PLANE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr
 ):  # fmt: skip

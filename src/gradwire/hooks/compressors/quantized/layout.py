@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from gradwire.errors import UsageError
-from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.numerics.slices import Slices
+from gradwire.hooks.bucket import BucketSpec, Slices
 
 WIDTHS = (1, 2, 4, 8)
 _ALIGN = 16
@@ -80,51 +79,45 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MessageLayout:
     """The sections of a bucket, by bit width."""
 
     sections: tuple[Section, ...]
     block: int
 
     def parts(self, ranks: int) -> tuple[Part, ...]:
-        sized = [(s, -(-_blocks(s.slices.numel, self.block) // ranks)) for s in self.sections]
-        placed, at = [], 0
-        for section, blocks in sized:
-            codes_at = at
-            scales_at = codes_at + _aligned(blocks * self.block * section.bits // 8)
+        """Where each section is in a message with a row for each rank."""
+        found, at = [], 0
+        for section in self.sections:
+            numel = section.slices.numel
+            blocks = -(-numel // (self.block * ranks))
+            scales_at = at + _aligned(blocks * self.block * section.bits // 8)
+            found.append(Part(section.bits, self.block, numel, blocks, 0, at, scales_at))
             at = scales_at + _aligned(4 * blocks)
-            placed.append((section, blocks, codes_at, scales_at))
-        return tuple(
-            Part(s.bits, self.block, s.slices.numel, blocks, at, codes, scales) for s, blocks, codes, scales in placed
-        )
+        return tuple(replace(part, stride=at) for part in found)
 
     def stride(self, ranks: int) -> int:
         """Bytes per row of a message."""
         return next((part.stride for part in self.parts(ranks)), 0)
 
 
-def lay_out(spec: BucketSpec, rules: Rules, block: int) -> Layout:
+def part_of(numel: int, bits: int, *, block: int = 256, rows: int = 1) -> Part:
+    """The only part of a message."""
+    return MessageLayout((Section(bits, Slices(((0, numel),))),), block).parts(rows)[0]
+
+
+def lay_out(spec: BucketSpec, rules: Rules, block: int) -> MessageLayout:
     """The sections of a bucket. A complex element is two real ones."""
     reals = 2 if spec.dtype.is_complex else 1
     ranges: dict[int, list[tuple[int, int]]] = {}
     for name, offset, numel in zip(spec.names, spec.offsets, spec.numels, strict=True):
-        ranges.setdefault(bits_of(name, rules), []).append((reals * offset, reals * numel))
-    return Layout(tuple(Section(bits, Slices.of(ranges[bits])) for bits in sorted(ranges, reverse=True)), block)
-
-
-def bits_of(name: str, rules: Rules) -> int:
-    """The bit width of a parameter."""
-    for pattern, bits in rules:
-        if fnmatchcase(name, pattern):
-            return bits
-    raise UsageError(
-        f"quantize(bits={dict(rules)}): no pattern matches the parameter {name!r}. Add a last one for the rest, such as "
-        '"*": 8.'
-    )
-
-
-def _blocks(numel: int, block: int) -> int:
-    return -(-numel // block)
+        bits = next((bits for pattern, bits in rules if fnmatchcase(name, pattern)), None)
+        if bits is None:
+            raise UsageError(
+                f"quantize(bits={dict(rules)}): no pattern matches the parameter {name!r}. Add a last one, such as '*': 8."
+            )
+        ranges.setdefault(bits, []).append((reals * offset, reals * numel))
+    return MessageLayout(tuple(Section(bits, Slices.of(ranges[bits])) for bits in sorted(ranges, reverse=True)), block)
 
 
 def _aligned(nbytes: int) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gradwire.hooks.compressors.quantized.layout import Part
@@ -34,10 +35,10 @@ def available() -> bool:
 
 
 def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
-    """See `eager.quantize`."""
+    """See `codec.quantize`."""
     run = _quantize.compiled()
     assert run is not None
-    flat = _array(x)
+    flat = _array(x.to(torch.float32))
     codes, scales = _message(message)
     run(
         flat, flat.view(np.int32), codes.view(np.int8), scales, part.numel, message.shape[0], part.blocks, part.block, part.stride,
@@ -45,24 +46,18 @@ def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
     )  # fmt: skip
 
 
-def dequantize(message: Tensor, out: Tensor, part: Part) -> None:
-    """See `eager.dequantize`."""
-    _run_decode(message, out, part, rows=message.shape[0], summed=1, factor=1.0)
-
-
-def total(message: Tensor, out: Tensor, part: Part, factor: float) -> None:
-    """See `eager.total`."""
-    _run_decode(message, out, part, rows=1, summed=message.shape[0], factor=factor)
-
-
-def _run_decode(message: Tensor, out: Tensor, part: Part, *, rows: int, summed: int, factor: float) -> None:
+def decode(message: Tensor, out: Tensor, part: Part, factor: float | None = None) -> None:
+    """See `codec.decode`."""
     run = _decode.compiled()
     assert run is not None
+    rows, summed = (message.shape[0], 1) if factor is None else (1, message.shape[0])
+    wide = out if out.dtype == torch.float32 else torch.empty(part.numel, dtype=torch.float32)
     codes, scales = _message(message)
     run(
-        codes.view(np.int8), scales, _array(out), part.numel, rows, summed, part.blocks, part.block, part.stride,
-        part.codes_at, part.scales_at, part.bits, np.float32(factor),
+        codes.view(np.int8), scales, _array(wide), part.numel, rows, summed, part.blocks, part.block, part.stride,
+        part.codes_at, part.scales_at, part.bits, np.float32(1.0 if factor is None else factor),
     )  # fmt: skip
+    out.copy_(wide)
 
 
 def _message(message: Tensor) -> tuple[Any, Any]:

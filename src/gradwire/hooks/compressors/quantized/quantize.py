@@ -11,15 +11,14 @@ from torch import Tensor
 
 from gradwire.collectives import all_gather_into_tensor, all_to_all_single
 from gradwire.errors import UsageError
-from gradwire.hooks.arguments import checks_numbers
+from gradwire.hooks.arguments import checks_arguments
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.quantized import codec
-from gradwire.hooks.compressors.quantized.layout import WIDTHS, Layout, Rules, lay_out
+from gradwire.hooks.compressors.quantized.layout import WIDTHS, MessageLayout, Rules, lay_out
 from gradwire.hooks.numerics.elementwise import as_dtype, float32_error, real
 from gradwire.hooks.numerics.rng import key as rng_key
 
-_ROUNDINGS = ("nearest", "stochastic")
 _LEAST_BLOCK, _LARGEST_BLOCK = 32, 8192
 
 
@@ -30,6 +29,7 @@ class Quantize(CommHook):
     collectives = 2
     dense_only = True
     traits = Trait.AVERAGES
+    error = float32_error
 
     rules: Rules
     block: int
@@ -40,11 +40,11 @@ class Quantize(CommHook):
         CommHook.check(self, spec)
         lay_out(spec, self.rules, self.block)
 
-    def init(self, spec: BucketSpec) -> Layout:
+    def init(self, spec: BucketSpec) -> MessageLayout:
         """The layout of messages: derived data, not state that is saved."""
         return lay_out(spec, self.rules, self.block)
 
-    def reduce(self, grad: Tensor, state: Layout, turn: Turn) -> Reduction:
+    def reduce(self, grad: Tensor, state: MessageLayout, turn: Turn) -> Reduction:
         """Send quantized slices to their owners, which average them; gather the means, quantized again."""
         self.refuse_sparse(grad, turn.spec)
         label = f"bucket {turn.spec.index}"
@@ -63,14 +63,14 @@ class Quantize(CommHook):
         for section, part in pairs:
             own = part.owned_by(turn.rank)
             mean = torch.empty(own.numel, dtype=torch.float32, device=flat.device)
-            codec.total(received, mean, own, 1 / turn.counted)
+            codec.decode(received, mean, own, 1 / turn.counted)
             codec.quantize(mean, answer, own, parity(turn) if part.bits == 1 else next(keys))
             if sent is not None:
                 room = section.slices.room(sent) if sent.dtype == torch.float32 else mean.new_empty(part.numel)
-                codec.dequantize(message, room, part)
+                codec.decode(message, room, part)
                 if own.numel:  # this rank's slice: its error when it rounded the mean
                     rounded = torch.empty_like(mean)
-                    codec.dequantize(answer, rounded, own)
+                    codec.decode(answer, rounded, own)
                     room.narrow(0, turn.rank * part.row, own.numel).add_(rounded.sub_(mean), alpha=turn.counted)
                 section.slices.put(sent, room)
         gathered = received  # the same size, and no longer needed
@@ -79,7 +79,7 @@ class Quantize(CommHook):
         value = flat if turn.donated else torch.empty_like(flat)
         for section, part in pairs:
             room = section.slices.room(value)
-            codec.dequantize(gathered, room, part)
+            codec.decode(gathered, room, part)
             section.slices.put(value, room)
         return Reduced(as_dtype(value, grad.dtype), as_dtype(value if sent is None else sent, grad.dtype))
 
@@ -96,15 +96,12 @@ class Quantize(CommHook):
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return 2.0 * (world_size - 1) * self.init(spec).stride(world_size)
 
-    def error(self, spec: BucketSpec) -> float:
-        return float32_error(spec)
-
     def __repr__(self) -> str:
         bits = self.rules[0][1] if len(self.rules) == 1 and self.rules[0][0] == "*" else dict(self.rules)
         return f"quantize(bits={bits}, block={self.block}, rounding={self.rounding!r}, seed={self.seed})"
 
 
-@checks_numbers
+@checks_arguments(rounding=("nearest", "stochastic"))
 def quantize(
     bits: int | Mapping[str, int] = 8,
     *,
@@ -117,11 +114,8 @@ def quantize(
     After QSGD (arXiv 1610.02132) with a scale per block: 2, 4 and 8 bits are symmetric levels around zero up to the block's largest
     absolute value; 1 bit is the sign, alternating for zeros, times the block's mean absolute value (1-bit SGD, Seide et al. 2014).
     Each rank owns a slice of the bucket: it receives the others' codes for it, decodes and sums them, and sends the mean,
-    quantized again, to all.
-    `rounding="stochastic"` rounds up or down at random, so that the expected value is exact; it does not apply to 1 bit.
-    A block that contains NaN or inf becomes NaN. Error feedback to the left of it corrects both roundings.
-
-    `bits` may differ by parameter: `{"*.bias": 8, "*": 4}`; the first pattern that matches a name wins.
+    quantized again, to all. `rounding="stochastic"` makes the expected value exact; it does not apply to 1 bit. A block that
+    contains NaN or inf becomes NaN. `bits` may differ by parameter: `{"*.bias": 8, "*": 4}`; the first pattern that matches wins.
 
     On the wire: 2 (n - 1) (k * block * bits / 8 + 4 k) bytes with n ranks and k = ceil(ceil(numel / block) / n) blocks per rank,
     for each bit width in the bucket; codes and scales are each padded to 16 bytes. In short: (bits + 32 / block) / 32 of the
@@ -139,14 +133,10 @@ def quantize(
     for pattern, width in rules:
         if not isinstance(pattern, str) or isinstance(width, bool) or width not in WIDTHS:
             raise UsageError(
-                f"{what}: {width!r} bits for {pattern!r}. Bits are 8, 4, 2 or 1, alone or by pattern of parameter names."
+                f"{what}: {width!r} bits for {pattern!r}. Bits are 8, 4, 2 or 1, alone or by pattern of names."
             )
     if block & (block - 1) or not _LEAST_BLOCK <= block <= _LARGEST_BLOCK:
-        raise UsageError(
-            f"{what}: a block is a power of two from {_LEAST_BLOCK} to {_LARGEST_BLOCK} elements, e.g. 256."
-        )
-    if rounding not in _ROUNDINGS:
-        raise UsageError(f"{what}: no such rounding. Use one of {', '.join(map(repr, _ROUNDINGS))}.")
+        raise UsageError(f"{what}: a block is a power of two from {_LEAST_BLOCK} to {_LARGEST_BLOCK}, e.g. 256.")
     if rounding == "stochastic" and any(width == 1 for _, width in rules):
         raise UsageError(f'{what}: one bit is the sign and is not rounded. Use rounding="nearest", or 2 bits or more.')
     return Quantize(rules, block, rounding, seed)

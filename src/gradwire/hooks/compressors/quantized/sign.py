@@ -9,18 +9,13 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import all_gather_into_tensor, all_to_all_single
-from gradwire.errors import UsageError
+from gradwire.hooks.arguments import checks_arguments
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.quantized import codec
-from gradwire.hooks.compressors.quantized.layout import Layout, Part, Section
+from gradwire.hooks.compressors.quantized.layout import Part, part_of
 from gradwire.hooks.compressors.quantized.quantize import parity
 from gradwire.hooks.numerics.elementwise import as_dtype, float32_error, real
-from gradwire.hooks.numerics.slices import Slices
-
-_SCALES = ("mean", "majority")
-_PER = ("parameter", "bucket")
-_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,14 +42,16 @@ class _ScaleGroups:
         return torch.repeat_interleave(scales, self.on_device, output_size=self.numel)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Sign(CommHook):
     """The hook of `sign`."""
 
     scale: str
     per: str
 
+    made_by = "sign"
     dense_only = True
+    error = float32_error
 
     @property
     def traits(self) -> Trait:
@@ -80,7 +77,7 @@ class Sign(CommHook):
         return Reduced(as_dtype(value, grad.dtype), as_dtype(sent, grad.dtype))
 
     def _mean(self, flat: Tensor, scales: Tensor, groups: _ScaleGroups, turn: Turn) -> Reduction:
-        part = _part(groups.numel, 1)
+        part = part_of(groups.numel, 1)
         message = torch.cat([_signs(flat, part, 1, parity(turn)), scales.view(1, -1).view(torch.uint8)], 1)
         gathered = message.new_empty((turn.world_size, message.shape[1]))
         yield all_gather_into_tensor(gathered, message, label=f"bucket {turn.spec.index}")
@@ -96,7 +93,7 @@ class Sign(CommHook):
 
     def _majority(self, flat: Tensor, scales: Tensor, groups: _ScaleGroups, turn: Turn) -> Reduction:
         size, count, label = turn.world_size, turn.counted, f"bucket {turn.spec.index}"
-        part = _part(groups.numel, size)
+        part = part_of(groups.numel, 1, rows=size)
         ours = scales.view(1, -1).view(torch.uint8)
         message = torch.cat([_signs(flat, part, size, parity(turn)), ours.expand(size, -1)], 1)
         received = torch.empty_like(message)
@@ -134,51 +131,34 @@ class Sign(CommHook):
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         counts = _counts(spec, self.per)
-        if self.scale == "mean":
-            return float((world_size - 1) * (_part(sum(counts), 1).blocks * _BLOCK // 8 + 4 * len(counts)))
-        codes = _part(sum(counts), world_size).blocks * _BLOCK // 8
-        return float((world_size - 1) * (2 * codes + 4 * len(counts)))
-
-    def error(self, spec: BucketSpec) -> float:
-        return float32_error(spec)
-
-    def __repr__(self) -> str:
-        return f"sign(scale={self.scale!r}, per={self.per!r})"
+        rows, times = (1, 1) if self.scale == "mean" else (world_size, 2)
+        part = part_of(sum(counts), 1, rows=rows)
+        return float((world_size - 1) * (times * part.blocks * part.block_bytes + 4 * len(counts)))
 
 
+@checks_arguments(scale=("mean", "majority"), per=("parameter", "bucket"))
 def sign(scale: Literal["mean", "majority"] = "mean", *, per: Literal["parameter", "bucket"] = "parameter") -> CommHook:
     """One bit per element: its sign, with the mean absolute value of its parameter (or of the whole bucket) as scale.
 
     `scale="mean"` (arXiv 1901.09847, there with error feedback): the mean of all ranks' scaled signs.
     `scale="majority"`, signSGD with majority vote (arXiv 1802.04434, 1810.05291): each rank counts the votes on its slice, and the
     value is the majority's sign times the mean of the ranks' scales. The slice's owner breaks ties; a rank whose parameter is all
-    zeros does not vote. A vote does not show how far the ranks were apart, and the residual of error feedback would grow from step
-    to step, so error feedback around it is refused.
+    zeros does not vote. Error feedback around it is refused: the residual would grow from step to step.
 
     On the wire, with n ranks, S scales (parameters, or 1) and blocks of 256 elements:
     mean (n - 1) (32 k + 4 S) bytes, k = ceil(numel / 256): all signs go to all ranks, which pays off for few ranks only;
     majority (n - 1) (64 k + 4 S) bytes, k = ceil(ceil(numel / 256) / n).
-    A zero is sent as +1 or -1, alternating with element, step and rank, so that elements without a gradient do not drift.
-    NaN or inf in a parameter makes all of it NaN or inf. Memory: during a step a few tensors of the bucket's size.
+    A zero is sent as +1 or -1, alternating with element, step and rank. NaN or inf in a parameter makes all of it NaN or inf.
 
     >>> sign()
     sign(scale='mean', per='parameter')
     """
-    if scale not in _SCALES or per not in _PER:
-        raise UsageError(
-            f"sign(scale={scale!r}, per={per!r}): scale is one of {', '.join(map(repr, _SCALES))}, per one of "
-            f"{', '.join(map(repr, _PER))}."
-        )
     return Sign(scale, per)
 
 
 def _counts(spec: BucketSpec, per: str) -> tuple[int, ...]:
     reals = 2 if spec.dtype.is_complex else 1
     return tuple(reals * numel for numel in spec.numels) if per == "parameter" else (reals * spec.numel,)
-
-
-def _part(numel: int, rows: int) -> Part:
-    return Layout((Section(1, Slices(((0, numel),))),), _BLOCK).parts(rows)[0]
 
 
 def _signs(flat: Tensor, part: Part, rows: int, key: int) -> Tensor:
@@ -193,11 +173,10 @@ def _meant(signs: Tensor, part: Part) -> Tensor:
     rows = signs if signs.dim() == 2 else signs.unsqueeze(0)
     out = torch.empty(part.numel, dtype=torch.float32, device=signs.device)
     if part.numel:
-        message = torch.ones((rows.shape[0], part.stride // 4), dtype=torch.float32, device=signs.device).view(
-            torch.uint8
-        )
+        ones = torch.ones((rows.shape[0], part.stride // 4), dtype=torch.float32, device=signs.device)
+        message = ones.view(torch.uint8)
         message[:, : part.scales_at] = rows  # the scales stay 1
-        codec.dequantize(message, out, part)
+        codec.decode(message, out, part)
     return out
 
 

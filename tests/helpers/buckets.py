@@ -1,0 +1,36 @@
+"""Buckets and gradients for tests of hooks, and hooks run over several steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.hooks import BucketSpec, CommHook
+from gradwire.testing import simulate
+
+
+def bucket(
+    *shapes: tuple[int, ...], names: Any = None, dtype: torch.dtype = torch.float32, index: int = 0
+) -> BucketSpec:
+    """Contiguous parameters p0, p1, ... of these shapes."""
+    strides = tuple(tuple(torch.empty(shape, device="meta").stride()) for shape in shapes)
+    names = tuple(names or (f"p{i}" for i in range(len(shapes))))
+    return BucketSpec(index, names, shapes, strides, dtype, torch.device("cpu"))
+
+
+def gradients(ranks: int, numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    """Normal numbers for each rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator).to(dtype) for _ in range(ranks)]
+
+
+def steps(hook: CommHook, brought: Callable[[int], list[Tensor]], count: int, **named: Any) -> Iterator[Any]:
+    """The simulation of each step, which starts with the states of the last one."""
+    states: Any = None
+    for step in range(count):
+        done = simulate(hook, brought(step), states=states, step=step, **named)
+        states = done.states
+        yield done
