@@ -3,7 +3,6 @@
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.clip_noise import add_noise, clip
-from gradwire.hooks.combinators.chain import chain
 from gradwire.hooks.combinators.feedback import error_feedback
 from gradwire.hooks.combinators.hierarchical import hierarchical
 from gradwire.hooks.combinators.partition import by_size, masked, partition
@@ -15,7 +14,7 @@ from gradwire.hooks.compressors.low_rank import power_sgd
 from gradwire.hooks.compressors.quantized import quantize, sign
 from gradwire.hooks.compressors.scaled import scaled_cast
 from gradwire.hooks.compressors.sparse import random_k, threshold, top_k
-from gradwire.hooks.dense import cast, mean, reduce_scatter_mean, weighted_mean
+from gradwire.hooks.dense import cast, chain, mean, reduce_scatter_mean, weighted_mean
 from gradwire.hooks.periodic.base import OuterHook
 from gradwire.hooks.periodic.diloco import diloco, streaming_diloco
 from gradwire.hooks.periodic.local_sgd import gossip, local_sgd, post_local_sgd

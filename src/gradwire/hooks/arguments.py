@@ -39,7 +39,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def checks_arguments(**allowed: str | tuple[str, ...]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def checks_arguments(**allowed: str | tuple[Any, ...]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator: arguments annotated `int` or `float` must be numbers, not `"4"` or True. `allowed`: an interval, or the choices.
 
     >>> from gradwire.hooks import random_k

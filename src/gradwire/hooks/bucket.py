@@ -132,12 +132,6 @@ class Slices:
         """Memory for a row that `put` then writes to `flat`: a view of `flat` if there is only one slice."""
         return self.take(flat) if len(self.ranges) == 1 else flat.new_empty(self.numel)
 
-    def copy(self, flat: Tensor, row: Tensor) -> None:
-        """Write what `take` returns to the beginning of `row`."""
-        views = self._views(flat)
-        if views:
-            torch.cat(views, out=row[: self.numel])
-
     def put(self, flat: Tensor, row: Tensor) -> None:
         """Write `row` to the slices of `flat`; nothing if it is a view of them."""
         views = self._views(flat)

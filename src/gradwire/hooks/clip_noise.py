@@ -29,8 +29,6 @@ class _Distorting(Wrapped):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Clip(_Distorting):
-    """The stage of `clip`."""
-
     norm: float | None
     value: float | None
 
@@ -69,8 +67,6 @@ def clip(*, norm: float | None = None, value: float | None = None) -> Stage:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class AddNoise(_Distorting):
-    """The stage of `add_noise`."""
-
     std: float
     seed: int
 

@@ -1,4 +1,4 @@
-"""Dense hooks: every element is sent."""
+"""Dense hooks, which send every element, and `chain`, which puts stages around a hook."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
-from gradwire.errors import UsageError
+from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.arguments import NamedStage, refuse_traits
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
@@ -20,8 +20,6 @@ from gradwire.hooks.numerics.elementwise import padded, wide
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Mean(CommHook):
-    """The hook of `mean`."""
-
     made_by = "mean"
     collectives = 1
     passes_nonfinite = True
@@ -51,8 +49,6 @@ def mean() -> CommHook:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ReduceScatterMean(CommHook):
-    """The hook of `reduce_scatter_mean`."""
-
     made_by = "reduce_scatter_mean"
     collectives = 2
     dense_only = True
@@ -84,8 +80,6 @@ def reduce_scatter_mean() -> CommHook:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class WeightedMean(CommHook):
-    """The hook of `weighted_mean`."""
-
     made_by = "weighted_mean"
     collectives = 1
     traits = Trait.WEIGHS
@@ -123,8 +117,6 @@ def weighted_mean() -> CommHook:
 
 @dataclass(frozen=True, slots=True)
 class Cast(Wrapped):
-    """The stage of `cast`."""
-
     dtype: torch.dtype
 
     @property
@@ -170,3 +162,35 @@ def cast(dtype: torch.dtype) -> Stage:
             f"cast({dtype}): the range of 8 bits is too small for unscaled gradients. Use scaled_cast({dtype})."
         )
     return NamedStage(f"cast({dtype})", lambda inner: Cast(inner, dtype))
+
+
+def chain(*parts: Stage | CommHook) -> CommHook:
+    """Compose stages around a hook, the left one outermost: `chain(cast(torch.bfloat16), mean())`.
+
+    A hook that averages by itself, such as `quantize`, may be followed by `mean()`, which is then redundant.
+
+    >>> chain(cast(torch.bfloat16), mean())
+    cast(torch.bfloat16) > mean()
+    """
+    if not parts:
+        raise UsageError("chain() without arguments. End it with a hook that communicates, such as mean().")
+    *stages, hook = parts
+    if not isinstance(hook, CommHook):
+        raise UsageTypeError(
+            f"chain(...): the last part, {hook!r}, is a stage, or a function that was not called. End with a hook such as mean()."
+        )
+    for stage in reversed(stages):
+        if isinstance(stage, CommHook):
+            if Trait.AVERAGES in stage.traits and hook == Mean():
+                hook = stage
+                continue
+            why = f": {stage.alone}" if stage.alone else ""
+            raise UsageTypeError(
+                f"chain(...): {stage!r} communicates by itself{why}; {hook!r} would never be reached. End the chain with it."
+            )
+        if not callable(stage):
+            raise UsageTypeError(f"chain(...): {stage!r} is not a stage. A stage takes a hook and returns one.")
+        hook = stage(hook)
+        if not isinstance(hook, CommHook):
+            raise UsageTypeError(f"chain(...): the stage {stage!r} returned {hook!r}, not a CommHook.")
+    return hook

@@ -27,8 +27,7 @@ from gradwire.autograd.backward_end import at_backward_end
 from gradwire.autograd.graph import tensors_in
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.base import CommHook
-from gradwire.hooks.combinators.chain import chain
-from gradwire.hooks.dense import cast, mean
+from gradwire.hooks.dense import cast, chain, mean
 from gradwire.runtime.dynamo import untraced_call
 
 

@@ -19,8 +19,7 @@ from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import OverlapNotSupported, TrainingAlreadyStarted, UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
-from gradwire.hooks.combinators.chain import chain
-from gradwire.hooks.dense import cast, mean
+from gradwire.hooks.dense import cast, chain, mean
 from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.join import UnevenInputs
 from gradwire.parallel.logging_data import Logger

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from gradwire.errors import UsageError
 from gradwire.groups import Group, ThreadGroup
-from gradwire.hooks.combinators.chain import chain
 from gradwire.hooks.combinators.feedback import error_feedback
 from gradwire.hooks.compressors.sparse import top_k
+from gradwire.hooks.dense import chain
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import BucketMemory, Buckets, Gradients

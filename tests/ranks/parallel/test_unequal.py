@@ -25,7 +25,7 @@ from gradwire.hooks import (
     streaming_diloco,
     top_k,
 )
-from gradwire.hooks.combinators.chain import chain
+from gradwire.hooks.dense import chain
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.parallel.module_state import UnequalReplicas

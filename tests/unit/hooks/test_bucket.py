@@ -43,28 +43,6 @@ def test_offsets_follow_each_other() -> None:
 
 @pytest.mark.parametrize(
     "like",
-    [
-        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.zeros(2, 3, 4).permute(2, 0, 1),
-        torch.zeros(3, 4).t(),
-        torch.zeros(1, 4, 1),
-        torch.zeros(()),
-        torch.zeros(3, 0),
-    ],
-    ids=lambda t: f"{tuple(t.shape)} by {t.stride()}",
-)
-def test_dense_strides_are_kept(like: Tensor) -> None:
-    spec = spec_of(torch.zeros(7), like, torch.zeros(2))
-    buffer = torch.zeros(spec.numel)
-    view = spec.views(buffer)[1]
-    assert view.shape == like.shape
-    assert view.stride() == like.stride()
-    view.fill_(1.0)
-    assert buffer.nonzero().flatten().tolist() == list(range(7, 7 + like.numel()))
-
-
-@pytest.mark.parametrize(
-    "like",
     [torch.zeros(4, 6)[:, ::2], torch.zeros(1, 3).expand(4, 3), torch.zeros(8)[::2]],
     ids=["gaps", "overlap", "every 2nd"],
 )

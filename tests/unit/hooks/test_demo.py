@@ -137,7 +137,7 @@ def test_frequencies_of_float16_gradients_do_not_overflow_on_the_wire(values: to
     ("build", "words"),
     [
         (lambda: decoupled_momentum(chunk=4, k=17), "only 16 frequencies"),
-        (lambda: decoupled_momentum(values=torch.int8), "not a dtype that values can be sent in"),
+        (lambda: decoupled_momentum(values=torch.int8), "`values` must be None or torch.float32 or torch.bfloat16"),
         (lambda: chain(decoupled_momentum(), mean()), "an all-reduce needs every element"),
         (lambda: simulate(decoupled_momentum(), [torch.ones(3) * 1j]), r"its gradients are complex.*partition"),
     ],

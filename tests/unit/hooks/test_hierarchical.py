@@ -9,23 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradwire import hooks
 from gradwire.collectives import Layout, Scope, all_reduce
 from gradwire.errors import CollectiveMismatch, HookError, UsageError
 from gradwire.groups import Group, NanCheck, Recording, Verified
-from gradwire.hooks import (
-    BucketSpec,
-    CommHook,
-    Reduced,
-    Reduction,
-    Turn,
-    cast,
-    chain,
-    error_feedback,
-    every,
-    hierarchical,
-    mean,
-    partition,
-)
+from gradwire.hooks import CommHook, Reduced, Reduction, Turn, cast, chain, error_feedback, hierarchical, mean
 from gradwire.hooks.combinators.hierarchical import slices
 from gradwire.interop import as_torch_hook
 from gradwire.parallel import replicate
@@ -135,7 +123,7 @@ def test_slices_are_rows_of_every_parameter() -> None:
 
 def test_parameters_of_other_strides_are_split_at_their_rows() -> None:
     strides = torch.empty((4, 3, 2, 2), device="meta").to(memory_format=torch.channels_last).stride()
-    spec = BucketSpec(
+    spec = hooks.BucketSpec(
         0, ("last", "turned"), ((4, 3, 2, 2), (4, 6)), (tuple(strides), (1, 4)), torch.float32, torch.device("cpu")
     )
     first, _ = slices(spec, 2)
@@ -149,8 +137,8 @@ def test_it_obeys_the_laws(hosts: Any) -> None:
         hierarchical(across=HALF),
         hierarchical(inside=HALF, across=FED),
         chain(error_feedback(), hierarchical(across=HALF)),
-        partition({"layer0.*": hierarchical(across=FED), "*": mean()}),
-        every(2, hierarchical(across=HALF)),
+        hooks.partition({"layer0.*": hierarchical(across=FED), "*": mean()}),
+        hooks.every(2, hierarchical(across=HALF)),
     ):
         check_hook(hook, hosts=hosts)
     for dtype in (torch.bfloat16, torch.float64):

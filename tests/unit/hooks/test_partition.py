@@ -10,25 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gradwire import hooks
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups import ThreadGroup
-from gradwire.hooks import (
-    BucketSpec,
-    CommHook,
-    Reduced,
-    Reduction,
-    Turn,
-    after,
-    by_size,
-    cast,
-    chain,
-    error_feedback,
-    every,
-    hierarchical,
-    masked,
-    mean,
-    partition,
-)
+from gradwire.hooks import CommHook, Turn, by_size, cast, chain, error_feedback, every, masked, mean, partition
 from gradwire.parallel import replicate
 from gradwire.testing import simulate
 from helpers.buckets import bucket
@@ -43,14 +28,14 @@ MODEL = bucket((2, 3), (2,), (2, 2), (2,), names=["a.weight", "a.bias", "b.weigh
 class Marking(CommHook):
     """Adds a number, and records what it was given."""
 
-    def __init__(self, number: float, seen: list[tuple[BucketSpec, Tensor]]) -> None:
+    def __init__(self, number: float, seen: list[tuple[hooks.BucketSpec, Tensor]]) -> None:
         self.number = number
         self.seen = seen
 
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> hooks.Reduction:
         self.seen.append((turn.spec, grad))
         value = grad.add_(self.number) if turn.donated else grad + self.number
-        return Reduced(value, value)
+        return hooks.Reduced(value, value)
         yield
 
 
@@ -126,10 +111,10 @@ def test_a_parameter_without_a_pattern_is_named() -> None:
     [
         lambda hook: hook,
         lambda hook: chain(error_feedback(), hook),
-        lambda hook: after(100, hook),
+        lambda hook: hooks.after(100, hook),
         lambda hook: every(5, hook),
         lambda hook: every(5, mean(), otherwise=hook),
-        lambda hook: hierarchical(across=hook),
+        lambda hook: hooks.hierarchical(across=hook),
         lambda hook: masked("*", hook),
     ],
 )

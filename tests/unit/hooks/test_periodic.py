@@ -10,27 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradwire import hooks
 from gradwire.errors import HookError, UsageError
-from gradwire.hooks import (
-    CommHook,
-    OuterHook,
-    Turn,
-    cast,
-    chain,
-    diloco,
-    error_feedback,
-    gossip,
-    local_sgd,
-    mean,
-    post_local_sgd,
-    streaming_diloco,
-)
+from gradwire.hooks import Turn, diloco, error_feedback, gossip, local_sgd, mean, post_local_sgd, streaming_diloco
 from gradwire.reducer.hook.outer_optimizer import cut
 from gradwire.testing import check_hook, simulate, simulate_outer
 from helpers.buckets import bucket
 from helpers.buckets import gradients as parameters
 
-NARROW = chain(error_feedback(), cast(torch.bfloat16), mean())
+NARROW = hooks.chain(error_feedback(), hooks.cast(torch.bfloat16), mean())
 EQUALISING = {
     "local_sgd": local_sgd(every=4),
     "post_local_sgd": post_local_sgd(start=3, every=4),
@@ -185,7 +173,7 @@ def test_streaming_mixes_in_the_ranks_own_parameters() -> None:
 # -- when ----------------------------------------------------------------------------------------------------------------
 
 
-def due(hook: OuterHook, steps: int) -> list[tuple[int, ...]]:
+def due(hook: hooks.OuterHook, steps: int) -> list[tuple[int, ...]]:
     return [hook.due(step) for step in range(1, steps + 1)]
 
 
@@ -226,7 +214,7 @@ TWO = bucket((4,), (3, 3), names="ab")
 
 
 @pytest.mark.parametrize("hook", [diloco(every=2), diloco(every=2, hook=NARROW)], ids=repr)
-def test_anchor_and_momentum_go_through_a_file_and_other_buckets(hook: OuterHook) -> None:
+def test_anchor_and_momentum_go_through_a_file_and_other_buckets(hook: hooks.OuterHook) -> None:
     spec, went = TWO, parameters(2, 13)
     before = simulate_outer(hook, went, spec=spec)
     file = io.BytesIO()
@@ -268,10 +256,13 @@ def test_a_new_parameter_is_its_own_anchor_and_a_new_rank_shares_the_anchor() ->
     [
         (lambda: diloco(every=2, hook=local_sgd(every=2)), "it communicates nothing"),
         (lambda: streaming_diloco(every=2, fragments=3), "some steps would have several of them"),
-        (lambda: streaming_diloco(every=2, fragments=1, delay=2), r"delay=2\): it must be applied before the next is sent"),
+        (
+            lambda: streaming_diloco(every=2, fragments=1, delay=2),
+            r"delay=2\): it must be applied before the next is sent",
+        ),
         (lambda: gossip(topology="star"), r"topology='star'\): `topology` must be 'ring' or 'random'"),
-        (lambda: diloco(every=2, hook=cast(torch.bfloat16)), "is a stage"),  # type: ignore[arg-type]
-        (lambda: chain(error_feedback(), local_sgd(every=2)), "leaves gradients on their rank"),
+        (lambda: diloco(every=2, hook=hooks.cast(torch.bfloat16)), "is a stage"),  # type: ignore[arg-type]
+        (lambda: hooks.chain(error_feedback(), local_sgd(every=2)), "leaves gradients on their rank"),
     ],
 )
 def test_invalid_settings_are_refused_when_built(build: Any, words: str) -> None:
@@ -280,7 +271,7 @@ def test_invalid_settings_are_refused_when_built(build: Any, words: str) -> None
 
 
 def test_an_inner_hook_that_breaks_its_contract_is_named() -> None:
-    class Short(CommHook):
+    class Short(hooks.CommHook):
         def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Any:
             return grad
             yield

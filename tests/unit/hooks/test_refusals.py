@@ -15,40 +15,22 @@ from torch import Tensor
 from gradwire import hooks
 from gradwire.errors import HookTypeError, UsageError, UsageTypeError
 from gradwire.groups import ThreadGroup
-from gradwire.hooks import (
-    BucketSpec,
-    CommHook,
-    Reduced,
-    Reduction,
-    Trait,
-    Turn,
-    after,
-    by_size,
-    cast,
-    chain,
-    error_feedback,
-    every,
-    hierarchical,
-    masked,
-    mean,
-    partition,
-    weighted_mean,
-)
+from gradwire.hooks import CommHook, after, chain, error_feedback, every, hierarchical, mean, partition, weighted_mean
 from gradwire.hooks.compressors.demo import DecoupledMomentum
 from gradwire.parallel import DistributedDataParallel
 from gradwire.testing import simulate
 
-HALF = chain(cast(torch.bfloat16), mean())
+HALF = chain(hooks.cast(torch.bfloat16), mean())
 FED = chain(error_feedback(), HALF)
 
 
 class Local(CommHook):
     """Leaves gradients on their rank."""
 
-    traits = Trait.LOCAL
+    traits = hooks.Trait.LOCAL
 
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        return Reduced(grad, grad)
+    def reduce(self, grad: Tensor, state: Any, turn: hooks.Turn) -> hooks.Reduction:
+        return hooks.Reduced(grad, grad)
         yield
 
     def __repr__(self) -> str:
@@ -58,7 +40,10 @@ class Local(CommHook):
 LOCAL = Local()
 
 REFUSED: dict[str, tuple[Callable[[], CommHook], str]] = {
-    "what is kept would be kept in a narrow dtype": (lambda: chain(cast(torch.bfloat16), FED), "Put error_feedback"),
+    "what is kept would be kept in a narrow dtype": (
+        lambda: chain(hooks.cast(torch.bfloat16), FED),
+        "Put error_feedback",
+    ),
     "what is owed would be sent twice": (lambda: chain(error_feedback(), FED), "sent twice"),
     "owed twice, through a partition": (
         lambda: chain(error_feedback(), partition({"a": FED, "*": mean()})),
@@ -68,13 +53,13 @@ REFUSED: dict[str, tuple[Callable[[], CommHook], str]] = {
     "owed twice, through hierarchical": (lambda: chain(error_feedback(), hierarchical(across=FED)), "sent twice"),
     "owed twice, later": (lambda: chain(error_feedback(), after(5, FED)), "sent twice"),
     "kept in a narrow dtype, through every": (
-        lambda: chain(cast(torch.bfloat16), every(2, mean())),
+        lambda: chain(hooks.cast(torch.bfloat16), every(2, mean())),
         "would be kept in",
     ),
     "there is no error to feed back": (lambda: chain(error_feedback(), LOCAL), "no error to feed back"),
     "part of the model local": (lambda: partition({"a": LOCAL, "*": mean()}), "for all parameters or for none"),
-    "masked parameters local": (lambda: masked("a", LOCAL), "for all parameters or for none"),
-    "large parameters local": (lambda: by_size(numel=5, large=LOCAL), "for all parameters or for none"),
+    "masked parameters local": (lambda: hooks.masked("a", LOCAL), "for all parameters or for none"),
+    "large parameters local": (lambda: hooks.by_size(numel=5, large=LOCAL), "for all parameters or for none"),
     "from local to shared": (lambda: after(5, mean(), before=LOCAL), "never be equal again"),
     "local in some steps": (lambda: every(5, mean(), otherwise=LOCAL), "does not make them equal again"),
     "shared in some steps": (lambda: every(5, LOCAL, otherwise=mean()), "does not make them equal again"),
@@ -84,11 +69,11 @@ REFUSED: dict[str, tuple[Callable[[], CommHook], str]] = {
     "what every has kept is lost": (lambda: after(5, mean(), before=every(2, mean())), "would never be sent"),
     "one weight for several steps": (lambda: every(2, weighted_mean()), "each step has its own weight"),
     "one weight for several steps, in a chain": (
-        lambda: every(2, partition({"a": chain(cast(torch.bfloat16), weighted_mean()), "*": mean()})),
+        lambda: every(2, partition({"a": chain(hooks.cast(torch.bfloat16), weighted_mean()), "*": mean()})),
         "each step has its own weight",
     ),
     "weights fed back as errors": (
-        lambda: chain(error_feedback(), cast(torch.bfloat16), weighted_mean()),
+        lambda: chain(error_feedback(), hooks.cast(torch.bfloat16), weighted_mean()),
         "by its share of all samples",
     ),
     "weights fed back, through a partition": (
@@ -97,11 +82,11 @@ REFUSED: dict[str, tuple[Callable[[], CommHook], str]] = {
     ),
     "weights within hosts": (lambda: hierarchical(inside=weighted_mean(), across=mean()), "not the weighted mean"),
     "weights between hosts": (lambda: hierarchical(across=after(3, weighted_mean())), "not the weighted mean"),
-    "a stage for a hook, after": (lambda: after(1, cast(torch.bfloat16)), "is a stage"),  # type: ignore[arg-type]
+    "a stage for a hook, after": (lambda: after(1, hooks.cast(torch.bfloat16)), "is a stage"),  # type: ignore[arg-type]
     "a stage for a hook, every": (lambda: every(2, mean(), otherwise=3), "`otherwise` must be a CommHook, got 3"),  # type: ignore[arg-type]
     "a stage for a hook, hierarchical": (lambda: hierarchical(across=None), "`across` must be a CommHook, got None"),  # type: ignore[arg-type]
-    "a stage for a hook, masked": (lambda: masked("a", error_feedback()), "is a stage"),  # type: ignore[arg-type]
-    "a stage for a hook, by_size": (lambda: by_size(numel=1, large=3), "`large` must be a CommHook, got 3"),  # type: ignore[arg-type]
+    "a stage for a hook, masked": (lambda: hooks.masked("a", error_feedback()), "is a stage"),  # type: ignore[arg-type]
+    "a stage for a hook, by_size": (lambda: hooks.by_size(numel=1, large=3), "`large` must be a CommHook, got 3"),  # type: ignore[arg-type]
 }
 
 
@@ -184,8 +169,8 @@ REPRS = {
         error_feedback(), hooks.scaled_cast(torch.float16), mean()
     ),
     "scaled_cast(torch.float8_e5m2) > mean()": chain(hooks.scaled_cast(torch.float8_e5m2), mean()),
-    "masked('*.weight', cast(torch.bfloat16) > mean(), otherwise=mean())": masked("*.weight", HALF),
-    "by_size(nbytes=9, small=mean(), large=mean())": by_size(nbytes=9, large=mean()),
+    "masked('*.weight', cast(torch.bfloat16) > mean(), otherwise=mean())": hooks.masked("*.weight", HALF),
+    "by_size(nbytes=9, small=mean(), large=mean())": hooks.by_size(nbytes=9, large=mean()),
     "after(3, cast(torch.bfloat16) > mean(), before=mean())": after(3, HALF),
     "every(2, mean(), otherwise=cast(torch.bfloat16) > mean())": every(2, mean(), otherwise=HALF),
     "gossip(topology='random', every=2, seed=5)": hooks.gossip(topology="random", every=2, seed=5),
@@ -248,7 +233,7 @@ DENSE_ONLY = [
 
 @pytest.mark.parametrize("hook", DENSE_ONLY, ids=repr)
 def test_sparse_gradients_are_refused_before_any_step_and_in_one(hook: CommHook) -> None:
-    spec = BucketSpec(0, ("a",), ((3, 3),), ((3, 1),), torch.float32, torch.device("cpu"))
+    spec = hooks.BucketSpec(0, ("a",), ((3, 3),), ((3, 1),), torch.float32, torch.device("cpu"))
     with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
         hook.check(replace(spec, sparse=True))
     with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):

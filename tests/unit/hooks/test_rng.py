@@ -8,19 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.hooks import (
-    BucketSpec,
-    CommHook,
-    Reduction,
-    Turn,
-    after,
-    chain,
-    every,
-    hierarchical,
-    mean,
-    partition,
-    random_k,
-)
+from gradwire import hooks
+from gradwire.hooks import BucketSpec, Reduction, Turn, after, chain, every, hierarchical, mean, partition, random_k
 from gradwire.hooks.numerics.rng import generator
 from gradwire.testing import simulate
 
@@ -45,7 +34,7 @@ def test_numbers_depend_on_seed_step_and_bucket_and_on_nothing_else() -> None:
 
 
 @dataclass(frozen=True)
-class Draws(CommHook):
+class Draws(hooks.CommHook):
     """Records what it draws, per rank and shared."""
 
     own: list[float] = field(default_factory=list)

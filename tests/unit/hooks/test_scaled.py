@@ -5,18 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gradwire import hooks
 from gradwire.errors import UsageError
-from gradwire.hooks import (
-    CommHook,
-    cast,
-    chain,
-    error_feedback,
-    mean,
-    reduce_scatter_mean,
-    scaled_cast,
-    top_k,
-    weighted_mean,
-)
+from gradwire.hooks import CommHook, cast, chain, mean, reduce_scatter_mean, scaled_cast, top_k, weighted_mean
 from gradwire.hooks.compressors.scaled import power_of_two, scale_for
 from gradwire.testing import simulate
 from helpers.buckets import bucket, gradients
@@ -131,9 +122,9 @@ def test_refused_when_built() -> None:
         scaled_cast(torch.bfloat16)
     with pytest.raises(UsageError, match=r"Use scaled_cast\(torch.float8_e5m2\)"):
         cast(torch.float8_e5m2)
-    for inner in (weighted_mean(), top_k(k=1), chain(error_feedback(), mean())):
+    for inner in (weighted_mean(), top_k(k=1), chain(hooks.error_feedback(), mean())):
         with pytest.raises(UsageError, match=r"may overflow otherwise. Put mean\(\)"):
             chain(scaled_cast(torch.float16), inner)
-    for inner in (weighted_mean(), top_k(k=1), reduce_scatter_mean(), chain(error_feedback(), mean())):
+    for inner in (weighted_mean(), top_k(k=1), reduce_scatter_mean(), chain(hooks.error_feedback(), mean())):
         with pytest.raises(UsageError, match=r"not summed by an engine.*Put mean\(\) inside"):
             chain(scaled_cast(torch.float8_e4m3fn), inner)

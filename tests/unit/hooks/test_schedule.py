@@ -8,19 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.hooks import (
-    BucketSpec,
-    CommHook,
-    Reduced,
-    Reduction,
-    Turn,
-    after,
-    cast,
-    chain,
-    error_feedback,
-    every,
-    mean,
-)
+from gradwire import hooks
+from gradwire.hooks import BucketSpec, CommHook, Reduction, Turn, after, cast, chain, error_feedback, every, mean
 from gradwire.testing import simulate
 from helpers.buckets import bucket, steps
 
@@ -37,7 +26,7 @@ class Counting(CommHook):
     def reduce(self, grad: Tensor, state: list[int], turn: Turn) -> Reduction:
         state.append(turn.step)
         value = torch.full_like(grad, float(turn.step))
-        return Reduced(value, value)
+        return hooks.Reduced(value, value)
         yield
 
     def save(self, state: list[int], spec: BucketSpec) -> dict[str, Any]:

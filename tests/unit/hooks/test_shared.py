@@ -7,22 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire.hooks import (
-    BucketSpec,
-    CommHook,
-    after,
-    by_size,
-    chain,
-    error_feedback,
-    every,
-    hierarchical,
-    mean,
-    partition,
-    power_sgd,
-)
+from gradwire import hooks
+from gradwire.hooks import CommHook, after, chain, error_feedback, every, hierarchical, mean, partition, power_sgd
 from gradwire.testing import simulate
 
-SPEC = BucketSpec(0, ("w", "b"), ((32, 16), (16,)), ((16, 1), (1,)), torch.float32, torch.device("cpu"))
+SPEC = hooks.BucketSpec(0, ("w", "b"), ((32, 16), (16,)), ((16, 1), (1,)), torch.float32, torch.device("cpu"))
 LOW = power_sgd(2)
 FED = chain(error_feedback(), LOW)
 HOSTS = [[0, 1], [2, 3]]
@@ -35,7 +24,7 @@ HOOKS: dict[str, tuple[CommHook, Any]] = {
     "every": (every(2, LOW), None),
     "every, otherwise": (every(2, mean(), otherwise=FED), None),
     "partition": (partition({"b": mean(), "*": FED}), None),
-    "by_size": (by_size(numel=100, large=FED), None),
+    "by_size": (hooks.by_size(numel=100, large=FED), None),
     "hierarchical, inside": (hierarchical(inside=LOW, across=mean()), HOSTS),
     "hierarchical, across": (hierarchical(across=FED), HOSTS),
 }

@@ -13,22 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradwire import hooks
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import HookError
 from gradwire.groups import Group
-from gradwire.hooks import (
-    BucketSpec,
-    CommHook,
-    Reduced,
-    Reduction,
-    Turn,
-    cast,
-    chain,
-    error_feedback,
-    mean,
-    quantize,
-    streaming_diloco,
-)
+from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, chain, error_feedback, mean, streaming_diloco
 from gradwire.hooks.numerics.rng import generator
 from gradwire.interop import as_fsdp_hook, as_torch_hook
 from gradwire.parallel import DistributedDataParallel as DDP
@@ -37,7 +26,7 @@ from gradwire.testing import run_ranks
 from helpers.models import train
 
 SMALL = 0.0001
-HOOK = chain(error_feedback(), cast(torch.bfloat16), mean())
+HOOK = chain(error_feedback(), hooks.cast(torch.bfloat16), mean())
 
 with torch.random.fork_rng():
     torch.manual_seed(0)
@@ -116,7 +105,7 @@ def through_file(state: Any) -> Any:
 # -- there and back ------------------------------------------------------------------------------------------------------
 
 
-ACROSS = chain(error_feedback(), quantize(bits=4, block=32, rounding="stochastic"))
+ACROSS = chain(error_feedback(), hooks.quantize(bits=4, block=32, rounding="stochastic"))
 """A block of it holds other elements if the first step after a checkpoint has all parameters in one bucket."""
 
 

@@ -35,8 +35,6 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ErrorFeedback(Composite, Wrapped):
-    """The stage of `error_feedback`."""
-
     made_by = "error_feedback"
     dense_only = True
     tensors = ("residual",)

@@ -79,8 +79,6 @@ class _Levels:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Hierarchical(Composite):
-    """The hook of `hierarchical`."""
-
     inside: CommHook
     across: CommHook
 

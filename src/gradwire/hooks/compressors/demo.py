@@ -1,10 +1,8 @@
 """Decoupled momentum (DeMo, arXiv 2411.19870): each rank keeps its own momentum and sends only its fast components.
 
-The momentum is split into chunks (squares of matrices, ranges of vectors), a cosine transform gives the frequencies of each, and
-the k largest of each chunk are sent and subtracted from the momentum. The rest is sent later, as with error feedback.
-
-A length that is not a multiple of the chunk is split into chunks of almost equal size, at most the requested one, and padded with
-zeros. A frequency that only some ranks sent is divided by the number of all ranks, so that `value` is the mean of `sent`.
+The momentum is split into chunks (squares of matrices, ranges of vectors) of almost equal size, a cosine transform gives the
+frequencies of each, and the k largest of each chunk are sent and subtracted from the momentum. The rest is sent later. A frequency
+that only some ranks sent is divided by the number of all ranks, so that `value` is the mean of `sent`.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from gradwire.errors import UsageError
 from gradwire.hooks.arguments import checks_arguments
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.compressors.sparse import Format, Pairs, SendsPairs, check_values, gather
+from gradwire.hooks.compressors.sparse import VALUES, Format, Pairs, SendsPairs, gather
 from gradwire.hooks.numerics.elementwise import drop_nonfinite_, wide
 from gradwire.hooks.state import join_flat, split_flat
 
@@ -104,8 +102,6 @@ def turned(tiles: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DecoupledMomentum(SendsPairs):
-    """The hook of `decoupled_momentum`."""
-
     decay: float
     chunk: int
     k: int
@@ -192,16 +188,16 @@ def _averaged(lists: list[Pairs], like: Tensor, spec: BucketSpec, tilings: list[
     return flat
 
 
-@checks_arguments(decay="[0, 1)", chunk="[1, inf)", k="[1, inf)")
+@checks_arguments(decay="[0, 1)", chunk="[1, inf)", k="[1, inf)", values=VALUES)
 def decoupled_momentum(
     *, decay: float = 0.999, chunk: int = 64, k: int = 32, values: torch.dtype | None = None
 ) -> CommHook:
     """Decoupled momentum: send the `k` largest frequencies of each chunk of this rank's momentum. (DeMo, arXiv 2411.19870)
 
-    Each rank adds its gradients to its own momentum, which is never synchronized. Matrices are split into squares of `chunk` x
-    `chunk`, vectors into ranges of `chunk`; parameters of more dimensions are matrices of the first by the rest. Use
-    `optim.SignSGD` as the optimizer. `values`, such as torch.bfloat16, is the dtype in which frequencies are sent; the rounding
-    stays in the momentum. By default those of float16 gradients are sent as float32. Non-finite values are sent once and not kept.
+    Each rank adds its gradients to its own momentum. Matrices are split into squares of `chunk` x `chunk`, vectors into ranges of
+    `chunk`; parameters of more dimensions are matrices of the first by the rest. Use `optim.SignSGD` as the optimizer. `values` is
+    the dtype in which frequencies are sent (of float16 gradients: float32); the rounding stays in the momentum. Non-finite values
+    are sent once and not kept.
 
     On the wire: (n - 1) times the number of chunks times k (2 + itemsize(values)) bytes for n ranks; 4 + itemsize(values) if
     chunk is above 181. Memory: the momentum, as large as the bucket, in float32 for 16-bit gradients; during a reduction, two
@@ -211,5 +207,4 @@ def decoupled_momentum(
         raise UsageError(
             f"decoupled_momentum(chunk={chunk}, k={k}): a chunk has only {chunk**2} frequencies. Pass a smaller k or larger chunk."
         )
-    check_values("decoupled_momentum", values)
     return DecoupledMomentum(decay, chunk, k, values)

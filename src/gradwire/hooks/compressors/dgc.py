@@ -14,7 +14,7 @@ from gradwire.hooks.arguments import checks_arguments
 from gradwire.hooks.base import CommHook, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Composite
-from gradwire.hooks.compressors.sparse import Pairs, SendsPairs, check_values, exchange, share_of
+from gradwire.hooks.compressors.sparse import VALUES, Pairs, SendsPairs, exchange, share_of
 from gradwire.hooks.numerics.elementwise import clip_norms_, count, drop_nonfinite_, real
 from gradwire.hooks.numerics.select import largest
 from gradwire.hooks.state import pick
@@ -25,8 +25,6 @@ START = 0.25
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DGC(SendsPairs, Composite):
-    """The hook of `dgc`."""
-
     ratio: float
     momentum: float
     warmup_steps: int
@@ -74,7 +72,7 @@ class DGC(SendsPairs, Composite):
         return pick(saved, "unsent")
 
 
-@checks_arguments(ratio="(0, 1]", momentum="[0, 1)", warmup_steps="[0, inf)", clip="(0, inf)")
+@checks_arguments(ratio="(0, 1]", momentum="[0, 1)", warmup_steps="[0, inf)", clip="(0, inf)", values=VALUES)
 def dgc(
     ratio: float,
     *,
@@ -85,10 +83,10 @@ def dgc(
 ) -> CommHook:
     """Deep Gradient Compression: send the largest `ratio` of the accumulated gradient, and keep the rest. (arXiv 1712.01887)
 
-    The momentum is applied here, to this rank's gradients before they accumulate (momentum correction), and reset for elements
-    that were just sent (factor masking): use SGD without momentum as the optimizer. During `warmup_steps` the ratio decreases from
-    a quarter to `ratio`. `clip` bounds the norm of each parameter's gradient over all ranks: each rank clips its own to clip /
-    sqrt(n), where the paper clips that of the whole model. Non-finite values are sent once and not kept.
+    The momentum is applied to this rank's gradients before they accumulate (momentum correction), and reset for elements that were
+    just sent (factor masking): use SGD without momentum as the optimizer. During `warmup_steps` the ratio decreases from a quarter
+    to `ratio`. Each rank clips the norm of each parameter's gradient to clip / sqrt(n), where the paper clips that of the whole
+    model. Non-finite values are sent once and not kept.
 
     On the wire: (n - 1) k (4 + itemsize(values)) bytes for n ranks and k = ratio * numel, rounded up. Memory: two tensors of the
     bucket's size, in float32 for 16-bit gradients.
@@ -100,5 +98,4 @@ def dgc(
     >>> simulate(dgc(0.5), [torch.tensor([1.0, 2.0])], states=first.states, step=1).reduced[0].value
     tensor([2.9000, 0.0000])
     """
-    check_values("dgc", values)
     return DGC(ratio, momentum, warmup_steps, clip, values)

@@ -25,7 +25,7 @@ from gradwire.hooks.arguments import checks_arguments
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, Slices, is_dense
 from gradwire.hooks.dense import MEAN
-from gradwire.hooks.numerics.elementwise import as_dtype, number_dtype, padded, real
+from gradwire.hooks.numerics.elementwise import as_dtype, count, number_dtype, padded, real
 from gradwire.hooks.numerics.orthogonal import FACTOR_KERNELS, keep_directions, multiply, orthonormal
 from gradwire.hooks.numerics.rng import key, named_generator, noise
 from gradwire.runtime.jit import kernels
@@ -66,9 +66,9 @@ class _Plan:
         """Consecutive factors of these lengths, as one batch per length."""
         found, at = [], 0
         for length in dict.fromkeys(lengths):
-            count = lengths.count(length)
-            found.append(flat.narrow(0, at, count * length * self.rank).view(count, length, self.rank))
-            at += count * length * self.rank
+            times = lengths.count(length)
+            found.append(flat.narrow(0, at, times * length * self.rank).view(times, length, self.rank))
+            at += times * length * self.rank
         return found
 
 
@@ -97,7 +97,7 @@ def _by_layer(spec: BucketSpec, rank: int, gain: float) -> _Plan:
 
 def _as_square(spec: BucketSpec, rank: int, gain: float) -> _Plan:
     """The whole bucket as one square matrix, padded with zeros."""
-    numel = spec.numel * (2 if spec.dtype.is_complex else 1)
+    numel = count(spec)
     side = math.isqrt(max(numel - 1, 0)) + 1
     if 2 * side * rank * gain < numel:
         return _plan([_Matrix("", 0, side, side)], [], rank, side * side)
@@ -106,8 +106,6 @@ def _as_square(spec: BucketSpec, rank: int, gain: float) -> _Plan:
 
 class _Qs:
     """All Q of a bucket in one tensor, each stored transposed: writing M^T P to that layout is faster."""
-
-    __slots__ = ("batches", "each", "flat", "turned")
 
     def __init__(self, plan: _Plan, like: Tensor) -> None:
         lengths = [m.cols for m in plan.by_cols]
@@ -122,8 +120,6 @@ class _Qs:
 
 class _Factors:
     """The state of a bucket: Q, and memory and views for the factors, which take longer to create than to use."""
-
-    __slots__ = ("begins", "given", "mine", "new", "p", "p_batches", "plan", "q", "row")
 
     def __init__(self, plan: _Plan, like: Tensor) -> None:
         self.plan = plan
@@ -142,8 +138,6 @@ class _Factors:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PowerSGD(CommHook):
-    """The hook of `power_sgd`."""
-
     rank: int
     batched: bool
     warm_start: bool
@@ -187,7 +181,7 @@ class PowerSGD(CommHook):
         flat = padded(own.to(q.dtype), plan.numel)
         m = plan.matrices(flat)
 
-        plan.rest.copy(flat, row)
+        row[:head].copy_(plan.rest.take(flat))
         multiply(m, state.q.each, state.p)
         wire = row.to(own.dtype)
         yield all_reduce(wire, op=ReduceOp.AVG, label=f"{label}, P")

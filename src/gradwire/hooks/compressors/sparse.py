@@ -28,6 +28,9 @@ from gradwire.hooks.numerics.elementwise import as_dtype, count, number_dtype, r
 from gradwire.hooks.numerics.rng import key, noise
 from gradwire.hooks.numerics.select import largest, reaching
 
+VALUES = (None, torch.float32, torch.bfloat16)
+"""The dtypes in which values can be sent; None is the gradient's own."""
+
 
 class Pairs(NamedTuple):
     """Some elements of a row: their indices and their values."""
@@ -92,14 +95,6 @@ def share_of(numel: int, *, ratio: float | None = None, k: int | None = None) ->
     return min(numel, max(1, wanted))
 
 
-def check_values(name: str, values: torch.dtype | None) -> None:
-    """Raise unless values can be sent in this dtype."""
-    if values not in (None, torch.float32, torch.bfloat16):
-        raise UsageError(
-            f"{name}(values={values}): not a dtype that values can be sent in. Pass torch.bfloat16, torch.float32 or None."
-        )
-
-
 def exchange(chosen: Pairs, form: Format, turn: Turn) -> Reduction:
     """Gather lists of equal length from all ranks: their mean is `value`, this rank's own list is `sent`."""
     lists = yield from gather(chosen, form, turn)
@@ -162,7 +157,7 @@ class TopK(_Selecting):
         return (world_size - 1) * share_of(count(spec), ratio=self.ratio, k=self.k) * self.form(spec).nbytes
 
 
-@checks_arguments(ratio="(0, 1]", k="[1, inf)")
+@checks_arguments(ratio="(0, 1]", k="[1, inf)", values=VALUES)
 def top_k(*, ratio: float | None = None, k: int | None = None, values: torch.dtype | None = None) -> CommHook:
     """Send the elements of largest magnitude: `k` of each bucket, or the `ratio`-th part of it. (arXiv 1704.05021, 1809.07599)
 
@@ -180,7 +175,6 @@ def top_k(*, ratio: float | None = None, k: int | None = None, values: torch.dty
     """
     if (ratio is None) == (k is None):
         raise UsageError(f"top_k(ratio={ratio}, k={k}): how many elements? Pass one of ratio and k.")
-    check_values("top_k", values)
     return TopK(ratio, k, values)
 
 
@@ -212,7 +206,7 @@ class Threshold(_Selecting):
         return _rows([form.unpack(row) for row in gathered], chosen, turn)
 
 
-@checks_arguments(value="(0, inf)", relative="(0, 1]")
+@checks_arguments(value="(0, inf)", relative="(0, 1]", values=VALUES)
 def threshold(
     *, value: float | None = None, relative: float | None = None, values: torch.dtype | None = None
 ) -> CommHook:
@@ -232,14 +226,11 @@ def threshold(
     """
     if (value is None) == (relative is None):
         raise UsageError(f"threshold(value={value}, relative={relative}): which elements? Pass one of them.")
-    check_values("threshold", values)
     return Threshold(value, relative, values)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RandomK(Wrapped):
-    """The stage of `random_k`."""
-
     ratio: float
     seed: int
 

@@ -31,16 +31,8 @@ def real(flat: Tensor) -> Tensor:
 
 
 def _norm(flat: Tensor) -> Tensor:
-    """The Euclidean norm of real numbers, as a float64 scalar on their device; NaN if it is not finite.
-
-    In float32 the squares of gradients of 1e20 overflow, and clipping by an infinite norm gives zeros.
-    """
-    if flat.dtype == torch.float64 and flat.numel():
-        largest = flat.abs().amax()
-        largest = torch.where(largest > 0, largest, 1.0)
-        norm = torch.linalg.vector_norm(flat / largest) * largest
-    else:
-        norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
+    """The Euclidean norm of real numbers in float64, where squares of 1e20 do not overflow; NaN if it is not finite."""
+    norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
     return torch.where(norm.isfinite(), norm, torch.nan)
 
 

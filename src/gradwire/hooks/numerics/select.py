@@ -2,8 +2,7 @@
 
 Magnitudes are compared as the integers of their bits, which have the same order, with NaN above infinity: a NaN is never dropped.
 Ties go to the lower index. On the CPU a sample gives a bound that slightly more than k elements reach, and the k largest of those
-are selected exactly; if fewer than k reach it, or far too many, topk runs on all elements. The result does not depend on the
-estimate. On CUDA, where the host would have to wait for the length of the list, it is topk from the start.
+are selected exactly; if too few or far too many reach it, and on CUDA, where the host would wait, topk runs on all elements.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`OuterHook`: hooks that communicate every few steps, and then parameters instead of gradients.
 
-Gradients stay on their rank, and each rank's optimizer updates its own parameters. The outer step makes the ranks one model
-again. It runs after the optimizer's step, because parameters must not be written during backward. It has two halves: `after_step`,
-a generator of collectives like `reduce`, combines this rank's parameters with those of the others; `settle` computes the new
-parameters from the result, possibly some steps later (`delay`), while the bytes of the first are in flight.
+Gradients stay on their rank, and each rank's optimizer updates its own parameters. The outer step, after the optimizer's, makes the
+ranks one model again. `after_step`, a generator of collectives like `reduce`, combines this rank's parameters with those of the
+others; `settle` computes the new parameters from the result, possibly some steps later (`delay`).
 """
 
 from __future__ import annotations

@@ -168,11 +168,10 @@ def streaming_diloco(
 ) -> OuterHook:
     """Streaming DiLoCo (arXiv 2501.18512): DiLoCo in which `fragments` of the parameters have their outer steps in turn.
 
-    Each fragment has one every `every` steps, so at most about 1 / `fragments` of the bytes are sent at a time. The result is
-    applied `delay` steps later (a `hook` of one collective is in flight meanwhile), and mixed with `alpha` of the rank's current
-    parameters. The paper uses alpha 0.5. With alpha > 0 or fragments > 1 ranks never hold the same parameters; call
-    `model.average_parameters()` at the end of training. Fragments are whole parameters, in the model's order. Memory and total
-    bytes: as `diloco`.
+    Each fragment, of whole parameters in the model's order, has one every `every` steps. The result is applied `delay` steps later
+    (a `hook` of one collective is in flight meanwhile), and mixed with `alpha` of the rank's parameters; the paper uses 0.5.
+    With alpha > 0 or fragments > 1 ranks never hold the same parameters: call `model.average_parameters()` at the end of training.
+    Memory and total bytes: as `diloco`; at most about 1 / `fragments` of them at a time.
     """
     inner = _inner("streaming_diloco", hook)
     if fragments > every:

@@ -20,8 +20,6 @@ from gradwire.hooks.periodic.base import OuterHook
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LocalSGD(OuterHook):
-    """The hook of `local_sgd`."""
-
     every: int
 
     made_by = "local_sgd"
@@ -48,8 +46,6 @@ def local_sgd(*, every: int) -> OuterHook:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PostLocalSGD(LocalSGD):
-    """The hook of `post_local_sgd`."""
-
     start: int
 
     made_by = "post_local_sgd"
@@ -82,8 +78,6 @@ def post_local_sgd(*, start: int, every: int) -> OuterHook:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Gossip(OuterHook):
-    """The hook of `gossip`."""
-
     topology: str
     every: int
     seed: int
@@ -126,9 +120,8 @@ def gossip(*, topology: str = "ring", every: int = 1, seed: int = 0) -> OuterHoo
     """Average the parameters with those of the neighbors after every `every`-th step (D-PSGD, arXiv 1705.09056).
 
     On a "ring" these are the two adjacent ranks, each with weight one third; "random" draws new pairs of ranks each time, from a
-    shared seed (one of an odd number stays alone). The averaging preserves the mean of all ranks' parameters, and the ranks
-    converge toward it but never reach it: call `model.average_parameters()` at the end of training. Requires
-    `model.attach_optimizer(optimizer)`. No persistent memory.
+    shared seed (one of an odd number stays alone). The ranks converge toward the mean but never reach it: call
+    `model.average_parameters()` at the end of training. Requires `model.attach_optimizer(optimizer)`. No persistent memory.
     On the wire: the parameters' bytes twice ("ring" of three or more), or once, for any number of ranks.
     """
     return Gossip(topology, every, seed)

@@ -3,9 +3,8 @@
 Pure arithmetic: nothing here reads a tensor.
 
 A message has one row per rank. For each bit width (`Part`) a row holds the codes of its blocks, then their float32 scales, both
-padded to 16 bytes, so that a device can write whole words. Within a block the codes are packed in planes: byte j of a block of B
-elements with p codes per byte holds the elements j, j + B/p, j + 2 B/p, ..., the first in its lowest bits. So a loop over bytes
-reads and writes contiguous memory and can be vectorized.
+padded to 16 bytes. Within a block the codes are packed in planes, so that a loop over bytes can be vectorized: byte j of a block of
+B elements with p codes per byte holds the elements j, j + B/p, j + 2 B/p, ..., the first in its lowest bits.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 A block stays in the cache between its two passes, for the scale and for the codes.
 
 Note [Vectorization]
-The compiler vectorizes a loop only if it can prove that this is safe. So indices are unsigned (a negative one would count from the
-end), no slices are created (they are reference counted), integers are cast back to their width after each operation (numba widens
-them to 64 bits), and codes are shifted by constants or by products.
+So that the compiler can prove it safe, indices are unsigned (a negative one would count from the end), no slices are created (they
+are reference counted), integers are cast back to their width after each operation, and codes are shifted by constants or products.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ def available() -> bool:
 
 def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
     """See `codec.quantize`."""
-    run = _quantize.compiled()
-    assert run is not None
+    run: Any = _quantize.compiled()
     flat = _array(x.to(torch.float32))
     codes, scales = _message(message)
     run(
@@ -48,8 +46,7 @@ def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
 
 def decode(message: Tensor, out: Tensor, part: Part, factor: float | None = None) -> None:
     """See `codec.decode`."""
-    run = _decode.compiled()
-    assert run is not None
+    run: Any = _decode.compiled()
     rows, summed = (message.shape[0], 1) if factor is None else (1, message.shape[0])
     wide = out if out.dtype == torch.float32 else torch.empty(part.numel, dtype=torch.float32)
     codes, scales = _message(message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count, repeat
 from typing import Literal
 
 import torch
@@ -24,8 +25,6 @@ _LEAST_BLOCK, _LARGEST_BLOCK = 32, 8192
 
 @dataclass(frozen=True, slots=True)
 class Quantize(CommHook):
-    """The hook of `quantize`."""
-
     collectives = 2
     dense_only = True
     traits = Trait.AVERAGES
@@ -86,12 +85,8 @@ class Quantize(CommHook):
     def _keys(self, turn: Turn) -> Iterator[int | None]:
         """A different 31-bit key for each random rounding of a turn; None if rounding is to nearest."""
         if self.rounding == "nearest":
-            while True:
-                yield None
-        key = rng_key(self.seed, turn, shared=False)
-        while True:
-            yield key & 0x7FFFFFFF
-            key += 0x3C6EF372
+            return repeat(None)
+        return (key & 0x7FFFFFFF for key in count(rng_key(self.seed, turn, shared=False), 0x3C6EF372))
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return 2.0 * (world_size - 1) * self.init(spec).stride(world_size)

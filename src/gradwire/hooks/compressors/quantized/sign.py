@@ -44,8 +44,6 @@ class _ScaleGroups:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Sign(CommHook):
-    """The hook of `sign`."""
-
     scale: str
     per: str
 
