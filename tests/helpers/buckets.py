@@ -1,7 +1,5 @@
 """Buckets and gradients for tests of hooks, and hooks run over several steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -5,21 +5,11 @@ from torch import Tensor
 
 from gradwire.collectives import Layout
 from gradwire.groups import Group, HierarchicalGroup
-from gradwire.hooks import BucketSpec, CommHook, Turn, cast, chain, mean
+from gradwire.hooks import CommHook, Turn, cast, chain, mean
 from gradwire.reducer.hook.driver import Driver
+from helpers.buckets import bucket
 
 HALF = chain(cast(torch.bfloat16), mean())
-
-
-def bucket(*shapes: tuple[int, ...]) -> BucketSpec:
-    strides = tuple(tuple(torch.empty(shape, device="meta").stride()) for shape in shapes)
-    names = tuple(f"p{i}" for i in range(len(shapes)))
-    return BucketSpec(0, names, shapes, strides, torch.float32, torch.device("cpu"))
-
-
-def gradients(ranks: int, numel: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(ranks)
-    return [torch.randn(numel, generator=generator, dtype=torch.float64) for _ in range(ranks)]
 
 
 def two_hosts(world: Group, layout: Layout) -> HierarchicalGroup:

@@ -34,10 +34,11 @@ from gradwire.parallel import broadcast_coalesced, replicate
 from gradwire.policies import Divergence, NonFinite
 from gradwire.testing import run_ranks, simulate
 from helpers import models
+from helpers.buckets import bucket, gradients
 from helpers.growth import assert_nothing_grew, grown, small
 from helpers.outer_training import NET, flat, loss_on, train
 from helpers.poisoned_model import Model, inputs
-from helpers.two_hosts import HALF, bucket, gradients, reduce_on, two_hosts
+from helpers.two_hosts import HALF, reduce_on, two_hosts
 
 
 def test_channels_last_weights_over_gloo() -> None:
@@ -348,7 +349,7 @@ def duplicate(ddp: DDP, how: str) -> DDP:
 @pytest.mark.parametrize("hosts", [((0, 1), (2, 3)), ((0, 1, 2), (3,))], ids=["2 + 2", "3 + 1"])
 @pytest.mark.parametrize("kind", ["threads", "shared memory"])
 def test_a_group_computes_what_the_simulation_computes(hosts: Any, kind: str) -> None:
-    brought = [g.float() for g in gradients(4, 34)]
+    brought = gradients(4, 34)
     hook = hierarchical(across=HALF)
     expected = simulate(hook, brought, spec=bucket((17, 2)), hosts=hosts, donated=True).reduced[0].value
 

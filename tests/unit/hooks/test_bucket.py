@@ -1,7 +1,5 @@
 """What a hook sees of a bucket: its spec, its views, and torch's GradBucket methods."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

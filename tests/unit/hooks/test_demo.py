@@ -1,7 +1,5 @@
 """Decoupled momentum against a naive reference, its transform, and its optimizer."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

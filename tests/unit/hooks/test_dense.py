@@ -1,7 +1,5 @@
 """mean, weighted_mean, cast, and chain: values against arithmetic on simulated ranks, errors when they are built."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

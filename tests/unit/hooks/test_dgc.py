@@ -1,7 +1,5 @@
 """Deep Gradient Compression against a naive reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """error_feedback: what was not sent is sent later, in place, without keeping NaN; the same bits compiled or not."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """hierarchical: values, weights, slices and bytes on simulated hosts, then on groups, in replicas and in torch's hooks."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

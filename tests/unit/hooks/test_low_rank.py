@@ -1,7 +1,5 @@
 """power_sgd: against a plain version of the paper's algorithm, what is sent, what is kept, what fails."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

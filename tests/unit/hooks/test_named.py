@@ -1,7 +1,5 @@
 """The table of hooks that commands know by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire.hooks import CommHook

@@ -1,7 +1,5 @@
 """partition, masked and by_size: which hook reduces a parameter, what is copied, sent and saved."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

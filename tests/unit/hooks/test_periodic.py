@@ -1,7 +1,5 @@
 """local_sgd, post_local_sgd, diloco, streaming_diloco and gossip on simulated ranks: the laws of outer steps, and arithmetic."""
 
-from __future__ import annotations
-
 import io
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Advancing reductions: results, errors raised at the yield, collectives rewritten on the way, generators closed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

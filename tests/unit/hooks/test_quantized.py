@@ -1,7 +1,5 @@
 """quantize and sign: codes against a naive reference, all implementations to the same bit, laws on simulated ranks, refusals."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from dataclasses import replace

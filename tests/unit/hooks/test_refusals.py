@@ -1,7 +1,5 @@
 """Invalid combinations and numbers are refused when a hook is built: all of them in tables. And what built hooks look like."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

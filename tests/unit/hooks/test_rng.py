@@ -1,7 +1,5 @@
 """Generators seeded by step, bucket and rank."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -4,8 +4,6 @@
 packages. Write it again only when the format of saved states changes on purpose, and keep the old file then.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

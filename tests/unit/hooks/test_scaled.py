@@ -1,7 +1,5 @@
 """scaled_cast: nothing overflows or underflows, and the rounding of the float8 mean is part of `sent`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

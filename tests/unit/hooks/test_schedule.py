@@ -1,7 +1,5 @@
 """after and every: which hook reduces a step, what is kept and sent, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

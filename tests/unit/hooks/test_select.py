@@ -1,7 +1,5 @@
 """The k largest: against a sort, on distributions that are easy and hard to estimate, compiled and not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

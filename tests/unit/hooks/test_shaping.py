@@ -1,7 +1,5 @@
 """clip and add_noise: applied before the gradient is sent, and never fed back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

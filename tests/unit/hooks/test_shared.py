@@ -1,7 +1,5 @@
 """`shared`: the part of one rank's state that is valid on every rank, through all combinators."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """simulate: a hook on ranks in one thread."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """top_k, threshold, random_k: values against arithmetic, laws, what is on the wire, refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

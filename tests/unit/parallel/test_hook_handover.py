@@ -1,7 +1,5 @@
 """Another hook between steps, or other settings on resume: what is owed stays owed, or is sent. Nothing of a gradient is lost."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Mapping

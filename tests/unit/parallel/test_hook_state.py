@@ -1,7 +1,5 @@
 """Hook state saved and loaded: by name, through files, rebuilds and other worlds; what does not fit is refused on every rank."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Post-accumulate hooks of other code on parameters run before a bucket is launched, as in torch's DDP."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every hook that torch ships, unchanged, on our model: the same parameters as on torch's own."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections.abc import Callable
