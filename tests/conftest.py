@@ -1,7 +1,5 @@
 """Every test is checked for leftovers: threads, processes, sockets, descriptors and shared memory that it did not end."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import importlib.util

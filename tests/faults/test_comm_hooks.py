@@ -25,10 +25,6 @@ SECONDS = 3.0
 """The group's patience, where a Future that is never completed has to be waited for."""
 
 
-class BadTensor:
-    """Looks like nothing a hook may return."""
-
-
 class OwnError(Exception):
     """Of the hook's own."""
 

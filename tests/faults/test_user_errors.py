@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import GroupAborted
@@ -256,3 +258,51 @@ def test_another_hook_may_be_set_at_once_after_a_hook_has_failed(kind: str) -> N
         return model.first.weight.grad.item()
 
     assert run_ranks(rank_main, 2, kind=kind) == [1.5, 1.5]
+
+
+class Hidden(nn.Module):
+    """Its parameters are not in the graph that the loss shows."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        for p in self.parameters():
+            nn.init.ones_(p)
+        self.reentrant = reentrant
+        self.armed = False
+
+    def compute(self, x: Tensor) -> Tensor:
+        return self.layers[1](Trap.apply(self.layers[0](x), ValueError if self.armed else None))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.reentrant:
+            return self.compute(x)
+        return checkpoint(self.compute, x.requires_grad_(), use_reentrant=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("form", ["ddp", "replicate"])
+@pytest.mark.parametrize("hidden", ["in a re-entrant checkpoint", "behind a gradient edge"])
+def test_a_backward_without_parameters_in_its_graph_fails_on_all_ranks(hidden: str, form: str) -> None:
+    def rank_main(group: Group) -> list[str | float]:
+        module = Hidden(reentrant="checkpoint" in hidden)
+        model: nn.Module = DDP(module, process_group=group) if form == "ddp" else module
+        if form == "replicate":
+            replicate(module, group=group)
+        log: list[str | float] = []
+        for iteration in range(5):
+            module.armed = iteration == 2 and group.rank == 0
+            model.zero_grad()
+            try:
+                loss = model(torch.full((1, 1), 1.0 + group.rank + iteration)).sum()
+                if "edge" in hidden:
+                    torch.autograd.backward([get_gradient_edge(loss)], [torch.ones(())])  # type: ignore[list-item]
+                else:
+                    loss.backward()
+                log.append(module.layers[0].weight.grad.item())  # type: ignore[union-attr,operator]
+            except (ValueError, GroupAborted) as error:
+                log.append(type(error).__name__)
+        return log
+
+    first, second = run_ranks(rank_main, 2)
+    assert first == [1.5, 2.5, "ValueError", 4.5, 5.5]
+    assert second == [1.5, 2.5, "GroupAborted", 4.5, 5.5]

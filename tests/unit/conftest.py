@@ -1,7 +1,5 @@
 """Unit tests start no processes, so that they are quick and can be debugged in place: `tests/ranks` has those that do."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType

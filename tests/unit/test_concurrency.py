@@ -1,7 +1,5 @@
 """A worker runs its jobs in order, off the caller's thread, and ends when stopped; a weak callback keeps nothing alive."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

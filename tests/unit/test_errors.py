@@ -1,7 +1,5 @@
 """The error tree: what is an instance of what, and that every error crosses a process boundary with its facts."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 

@@ -1,7 +1,5 @@
 """Handles, callbacks and the emitter: what may be removed when, and what a listener that raises affects."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """The guard in `conftest.py` notices every way in which tests here start processes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

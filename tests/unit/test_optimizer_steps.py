@@ -1,7 +1,5 @@
 """Hooks on the steps of every optimizer of the process, of which threads may add and remove some at any time."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterator

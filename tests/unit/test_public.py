@@ -1,7 +1,5 @@
 """The public names of gradwire, the README, and the tables in docs that list what a hook and a group are written with."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

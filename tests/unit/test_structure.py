@@ -1,7 +1,5 @@
 """Limits on the source that keep it readable: no import circles, no large files or classes, no names that are easily confused."""
 
-from __future__ import annotations
-
 import ast
 from graphlib import CycleError, TopologicalSorter
 from itertools import combinations

@@ -12,7 +12,7 @@ import pytest
 
 import gradwire
 from gradwire.cli import COMMANDS, main
-from gradwire.observe.rings.ring import RingFile
+from gradwire.observe.rings.ring import RingFile, state_of_writer
 from gradwire.observe.rings.runs import runs_directory
 from gradwire.recorder.format import CAPACITY
 from gradwire.runtime.host import ProcessState
@@ -140,7 +140,7 @@ def test_after_sigkill_of_all_ranks_and_the_launcher_the_last_records_are_there(
         launcher.communicate()
     for path in run.glob("rank-*.ring"):
         with RingFile(path) as ring:
-            while ring.state() is not ProcessState.GONE:
+            while state_of_writer(ring.header) is not ProcessState.GONE:
                 assert time.monotonic() < deadline, "a rank did not end"
                 time.sleep(0.01)
     assert main(["report", str(run), "--text"]) == 0

@@ -1,7 +1,5 @@
 """The same four registrations through torch and through gradwire, so that one scenario can be run through both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

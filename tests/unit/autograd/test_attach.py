@@ -1,7 +1,5 @@
 """The four kinds on torch's engine: when they run, in which order, on which version; and registration by name."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import io

@@ -1,7 +1,5 @@
 """HookChain by itself: its rules hold for any sequence of hooks, without an engine."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import threading

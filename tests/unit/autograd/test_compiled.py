@@ -1,7 +1,5 @@
 """All four kinds under torch.compile and compiled autograd: the results of eager, and the rules torch drops there."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """On a GPU the engine runs nodes on a thread per device: hooks, the end of a backward and its failure are reported there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """GradHooks: a gradient is reported once it has been accumulated, whatever it is; and what runs at the end of a backward."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

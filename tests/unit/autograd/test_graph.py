@@ -1,7 +1,5 @@
 """reachable_parameters: agrees with what a backward really fills, for any graph whose edges can be seen."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import gc

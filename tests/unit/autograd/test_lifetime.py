@@ -1,7 +1,5 @@
 """Nothing outlives its use: hooks, handles and states keep no tensor, node or module, and exit is clean."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import weakref

@@ -1,7 +1,5 @@
 """The live view at every size."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

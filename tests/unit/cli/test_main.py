@@ -1,7 +1,5 @@
 """The command itself: help, version, errors and exit codes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

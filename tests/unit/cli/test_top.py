@@ -1,7 +1,5 @@
 """`gradwire top` on rings that are made up."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

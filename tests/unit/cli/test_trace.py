@@ -1,7 +1,5 @@
 """`gradwire run` records, and `gradwire trace` reads what it has recorded."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

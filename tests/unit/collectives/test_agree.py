@@ -1,7 +1,5 @@
 """Whether ranks' collectives match, and the message of a mismatch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which inputs are copied because an output overlaps them, and which outputs are refused."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

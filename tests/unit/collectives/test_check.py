@@ -1,7 +1,5 @@
 """The rules of a well-formed collective: one row for each way to break one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

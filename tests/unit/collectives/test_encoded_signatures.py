@@ -1,7 +1,5 @@
 """Descriptions of operations between ranks: they survive the way, and reading one never runs code."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

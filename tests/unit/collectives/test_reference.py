@@ -1,7 +1,5 @@
 """The reference, against arithmetic done another way: numpy, Python lists, exact fractions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce as fold
 from typing import Any

@@ -1,7 +1,5 @@
 """Group: what every group inherits. The group under test settles nothing by itself; the test does."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

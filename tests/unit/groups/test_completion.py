@@ -1,7 +1,5 @@
 """Completion hooks: a thread of their own, in order, whatever a hook does."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """The ledger: numbers, what is in flight, what is told to whom, and the words of a time-out."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Membership: how much it asks of the store, and what it knows of groups over one process group."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """The verbs: each makes the collective its constructor makes, and waits unless told not to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

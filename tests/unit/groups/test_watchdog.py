@@ -1,7 +1,5 @@
 """The watchdog: deadlines that hold though nobody waits, on a clock that the test turns."""
 
-from __future__ import annotations
-
 import threading
 
 import torch

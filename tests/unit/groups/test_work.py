@@ -1,7 +1,5 @@
 """Work: settled once, waited on by anybody; what it tells and what its future does."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

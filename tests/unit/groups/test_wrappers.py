@@ -1,7 +1,5 @@
 """What each wrapper adds. That none of them takes anything away is shown in conformance/."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """c10d's methods, called directly on a group of threads; and the way there and back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -48,12 +46,6 @@ def allreduce(pg: GradwireProcessGroup, rank: int) -> Any:
     return [a, b, c, d], [TOTAL, [20, 21, 22], [2 * t for t in TOTAL], [t / SIZE for t in TOTAL]]
 
 
-def allreduce_several(pg: GradwireProcessGroup, rank: int) -> Any:
-    a, b = mine(rank), torch.tensor([rank], dtype=torch.int64)
-    pg.allreduce_coalesced([a, b], options("AllreduceCoalesced")).wait()
-    return [a, b], [TOTAL, [3]]
-
-
 def broadcast(pg: GradwireProcessGroup, rank: int) -> Any:
     a, b = mine(rank), mine(rank)
     pg.broadcast([a], options("Broadcast", **ROOT)).wait()
@@ -73,12 +65,6 @@ def allgather(pg: GradwireProcessGroup, rank: int) -> Any:
     pg.allgather([a], [mine(rank)], options("Allgather")).wait()
     pg.allgather(b, mine(rank), timedelta(seconds=9)).wait()
     return a + b, [mine(r).tolist() for r in RANKS] * 2
-
-
-def allgather_coalesced(pg: GradwireProcessGroup, rank: int) -> Any:
-    lists = [[torch.empty(3), torch.empty(1, dtype=torch.int64)] for _ in RANKS]
-    pg.allgather_coalesced(lists, [mine(rank), torch.tensor([rank])], options("Allgather")).wait()
-    return [t for pair in lists for t in pair], [value for r in RANKS for value in (mine(r).tolist(), [r])]
 
 
 def all_gather_single(pg: GradwireProcessGroup, rank: int) -> Any:
@@ -130,12 +116,6 @@ def scatter(pg: GradwireProcessGroup, rank: int) -> Any:
     return [a, b, c], [mine(rank).tolist()] * 3
 
 
-def alltoall(pg: GradwireProcessGroup, rank: int) -> Any:
-    outputs = [torch.empty(rank + 1) for _ in RANKS]
-    pg.alltoall(outputs, [torch.full((r + 1,), float(rank)) for r in RANKS], options("AllToAll")).wait()
-    return outputs, [[float(r)] * (rank + 1) for r in RANKS]
-
-
 def all_to_all_single(pg: GradwireProcessGroup, rank: int) -> Any:
     even, uneven = torch.empty(3), torch.empty(SIZE * (rank + 1))
     pg.alltoall_base(even, mine(rank), [], [], options("AllToAll")).wait()
@@ -145,16 +125,6 @@ def all_to_all_single(pg: GradwireProcessGroup, rank: int) -> Any:
         [10.0 * r + rank for r in RANKS],
         [10.0 * r + i for r in RANKS for i in range(start, start + rank + 1)],
     ]
-
-
-def point_to_point(pg: GradwireProcessGroup, rank: int) -> Any:
-    a, b = torch.empty(3), torch.empty(3)
-    after, before = (rank + 1) % SIZE, (rank - 1) % SIZE
-    works = [pg.recv([a], before, 1), pg.recv_anysource([b], 2), pg.send([mine(rank)], after, 1)]
-    works.append(pg.send([mine(rank)], after, 2))
-    for work in works:
-        work.wait()
-    return [a, b, torch.tensor([works[1].source_rank()])], [mine(before).tolist(), mine(before).tolist(), [before]]
 
 
 def barriers(pg: GradwireProcessGroup, rank: int) -> Any:
@@ -167,8 +137,8 @@ def barriers(pg: GradwireProcessGroup, rank: int) -> Any:
 
 
 METHODS = [
-    allreduce, allreduce_several, broadcast, reduce, allgather, allgather_coalesced, all_gather_single, reduce_scatter,
-    reduce_scatter_single, gather, scatter, alltoall, all_to_all_single, point_to_point, barriers,
+    allreduce, broadcast, reduce, allgather, all_gather_single, reduce_scatter, reduce_scatter_single, gather, scatter,
+    all_to_all_single, barriers,
 ]  # fmt: skip
 
 

@@ -1,7 +1,5 @@
 """Names, abilities, parts, coalescing, hooks and the end of a gradwire group as torch sees it."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Every method of torch's ProcessGroup and Work, version by version, is ours, or inherited for a reason that is given here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """TorchWork tells the truth, in flight, afterwards and in failure."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

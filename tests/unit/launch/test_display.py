@@ -1,7 +1,5 @@
 """A picture below the output: what a terminal shows in the end."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

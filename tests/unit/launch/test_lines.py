@@ -1,7 +1,5 @@
 """Whole lines out of bytes that arrive in any pieces."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Options of shared memory: arguments of `gw.init`, or variables of the environment."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

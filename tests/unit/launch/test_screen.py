@@ -1,7 +1,5 @@
 """The launcher's own output: prefixes, colors, logs, readers that are slow or gone."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

@@ -1,7 +1,5 @@
 """Where ranks meet: hosting, reaching, arriving, and what is said when somebody does not."""
 
-from __future__ import annotations
-
 import socket
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Rings that are made up."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clocks of several hosts from what their ranks did together."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

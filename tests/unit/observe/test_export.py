@@ -1,7 +1,5 @@
 """Metrics of a rank, handed to a callable."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

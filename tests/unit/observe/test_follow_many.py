@@ -1,7 +1,5 @@
 """Following ranks that write much: few records become objects, and nothing that is under way is lost."""
 
-from __future__ import annotations
-
 import random
 import sys
 import time

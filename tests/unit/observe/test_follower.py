@@ -1,7 +1,5 @@
 """Following a ring while it is written."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire.observe.rings.ring_tail import RingFollower

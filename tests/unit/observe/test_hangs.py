@@ -1,7 +1,5 @@
 """Which rank is to blame for a hang: a table of situations."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A run that is watched: stragglers, lines of figures, the last warning."""
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -1,7 +1,5 @@
 """torch.profiler's traces in the picture of a run, on one clock."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import time

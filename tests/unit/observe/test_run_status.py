@@ -1,7 +1,5 @@
 """The figures of a run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

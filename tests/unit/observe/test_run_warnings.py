@@ -1,7 +1,5 @@
 """Warnings in the records of a run: written by one function, merged over ranks, shown by commands."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

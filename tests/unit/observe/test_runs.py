@@ -1,7 +1,5 @@
 """Where runs are kept."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Stacks of ranks that may not answer."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

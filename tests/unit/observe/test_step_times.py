@@ -1,7 +1,5 @@
 """Steps of a rank: what it did itself, and when it waited."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

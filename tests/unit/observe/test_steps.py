@@ -1,7 +1,5 @@
 """Phases of steps."""
 
-from __future__ import annotations
-
 from gradwire.observe.stragglers.steps import Phase, spans
 from gradwire.recorder.format import RecordKind as K
 

@@ -1,7 +1,5 @@
 """The trace: events that Perfetto draws."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What a step of data-parallel training must give: the average of what each rank would have got alone."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 

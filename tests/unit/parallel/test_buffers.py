@@ -1,7 +1,5 @@
 """Buffers: made equal to rank 0's before every forward, at the start, never, or by a user's hook."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parameters that are replaced after wrapping, and backwards that reach no parameter: an error by name, never a local step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

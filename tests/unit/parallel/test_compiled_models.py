@@ -3,8 +3,6 @@
 The models are products of matrices only: inductor then has nothing to pass to a C++ compiler, which takes most of its time.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`DivergenceCheck`: one flipped bit on one rank is found, its rank and tensor are named on all ranks, and healed."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

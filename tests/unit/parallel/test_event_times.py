@@ -1,7 +1,5 @@
 """Events have the time at which things happened, and listening to them changes nothing."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every shape that a training graph can have: the gradients are the mean of what each rank would have got alone."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

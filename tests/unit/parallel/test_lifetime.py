@@ -1,7 +1,5 @@
 """A model that is dropped is freed at once, by counting references; hundreds of steps leave nothing behind."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Iterator

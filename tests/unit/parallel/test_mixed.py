@@ -326,8 +326,3 @@ def test_compiled(mode: str) -> None:
             check(ddp, expected, BF16)
 
     run_ranks(rank_main, 1)
-
-
-def plain() -> nn.Module:
-    """Of classes that can be pickled."""
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))

@@ -1,7 +1,5 @@
 """`NonFinite`: NaN and infinity are named by rank, parameter, index and origin on every rank, and training goes on."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

@@ -1,7 +1,5 @@
 """Checks whose result the host reads one step later: which optimizers skip a bad step, and which are waited for."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """Checks whose result the host reads one step later: all ranks read it in the same step, whatever one of them lacks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

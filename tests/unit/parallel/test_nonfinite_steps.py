@@ -1,7 +1,5 @@
 """`NonFinite.SKIP` and RAISE: a step that is dropped leaves no trace in parameters, optimizers, hooks and records."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

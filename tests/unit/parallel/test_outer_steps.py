@@ -1,7 +1,5 @@
 """Hooks with outer steps on a model: attached to the optimizer, counted by its steps, saved, and an error when forgotten."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """The function form: the module itself is not wrapped."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """A stage where a hook is expected: every entry point's error states how to make it a hook."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

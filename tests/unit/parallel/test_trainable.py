@@ -1,7 +1,5 @@
 """Modules that cannot be replicated are refused by the names of their parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

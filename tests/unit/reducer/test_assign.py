@@ -1,7 +1,5 @@
 """by_size assigns parameters to buckets exactly as torch's C++ does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,9 +1,5 @@
 """The intake: once a step has shown which gradients fill buckets, only these call, and every other way a step can go is noticed."""
 
-from __future__ import annotations
-
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,13 +10,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from gradwire.errors import GroupAborted, ReadyTwice, Unfinished
-from gradwire.events import BackwardEnded, BucketLaunched, Event, GradientReady
+from gradwire.events import BackwardEnded, Event, GradientReady
 from gradwire.groups import Group, ThreadGroup
 from gradwire.hooks import GradBucket
 from gradwire.parallel import replicate
 from gradwire.parallel.replica import Replica
 from gradwire.policies import Buckets, Gradients
-from gradwire.testing import run_ranks
 
 X = torch.arange(8.0).view(2, 4) / 8
 
@@ -185,33 +180,6 @@ def test_a_backward_that_raised_has_failed_the_step(model: Branches) -> None:
     assert_right(model)
 
 
-def test_events_of_launches_do_not_depend_on_it(group: Group) -> None:
-    module, launches = Branches(), []
-    replica = replicate(module, group=group, buckets=Buckets((1,)))
-    for _ in range(4):
-        step(module)
-    with replica.reducer.events.listen(lambda e: launches.append(e) if isinstance(e, BucketLaunched) else None):
-        step(module)
-    assert [e.bucket for e in launches] == [0, 1, 2, 3]
-
-
-def test_a_model_that_is_dropped_is_freed_at_once(group: Group) -> None:
-    module = Branches()
-    replica = replicate(module, group=group)
-    for _ in range(3):
-        step(module)
-    with replica.no_sync():
-        step(module, "b")
-    gc.collect()
-    gc.disable()
-    try:
-        weak = weakref.ref(module.a.weight)
-        del module, replica
-        assert weak() is None
-    finally:
-        gc.enable()
-
-
 class _Result:
     """An output that only its user can look into."""
 
@@ -341,47 +309,6 @@ def test_a_gradient_that_lies_in_the_memory_of_an_earlier_one(
         module().backward()
         assert torch.equal(module.weight.grad, expected)  # type: ignore[arg-type]
         module.before = module.weight.grad  # type: ignore[assignment]
-
-
-def test_sparse_and_mixed_parameters(group: Group) -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.words = nn.Embedding(6, 4, sparse=True)
-            self.wide = nn.Linear(4, 4, dtype=torch.float64)
-            self.narrow = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.wide(self.narrow(self.words(x)).double())
-
-    module, alone, words = Mixed(), Mixed(), torch.tensor([1, 4, 1])
-    replicate(module, group=group, buckets=Buckets((1,)))
-    for _ in range(3 + 2):
-        for each in (module, alone):
-            each.zero_grad()
-            each(words).square().sum().backward()
-        for p, q in zip(module.parameters(), alone.parameters(), strict=True):
-            assert p.grad is not None
-            assert q.grad is not None
-            assert torch.equal(p.grad.to_dense(), q.grad.to_dense())
-
-
-def _ranks_in_other_orders(group: Group) -> list[list[float]]:
-    module = Branches()
-    replica = replicate(module, group=group, buckets=Buckets((1,)))
-    found = []
-    for orders in ["ab ab", "ab ab", "ab ab", "ab ba", "ba ab", "ba ba", "ab ab", "ab ab"]:
-        module.zero_grad()
-        module(X * (group.rank + 1), orders.split()[group.rank]).square().sum().backward()
-        found.append([g.sum().item() for g in (p.grad for p in module.parameters())])
-    replica.detach()
-    return found
-
-
-def test_ranks_in_which_gradients_arrive_in_another_order_still_match() -> None:
-    mine, theirs = run_ranks(_ranks_in_other_orders, 2)
-    assert mine == theirs
 
 
 class _Look(torch.autograd.Function):

@@ -1,7 +1,5 @@
 """The reducer's state machine as a table: events in, launches or an error out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Few gradients that call against all: random programs, step by step, must end in the same gradients and the same errors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """check_hook: good hooks pass, and every law has a hook that breaks it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Leftovers: that each kind is seen, that what is ending is not, and that every test is under its eye."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Too little shared memory, as in a container with docker's 64 MiB of /dev/shm: slower, with one warning, and correct."""
+"""Scarce shared memory, as with 64 MiB of /dev/shm in a container: slower, one warning, correct. Copies for a GPU warn once too."""
 
 import errno
 import os
@@ -17,8 +17,9 @@ from torch.distributed import HashStore
 
 import gradwire as gw
 from gradwire.errors import GroupError
-from gradwire.groups import SharedMemoryGroup
+from gradwire.groups import Group, SharedMemoryGroup
 from gradwire.groups.shared_memory import board, group
+from gradwire.groups.shared_memory import group as module
 from gradwire.groups.shared_memory.board import CHUNK, SMALLEST_CHUNK, SegmentPlan
 from gradwire.groups.shared_memory.group import ROOM, ROOM_PER_RANK
 from gradwire.groups.shared_memory.segment import Segment, Ticket, default_directory
@@ -212,3 +213,25 @@ def test_no_room_for_the_board(small_tmpfs: str, tmp_path: Path) -> None:
             SharedMemoryGroup(store, 0, 2, directory=small_tmpfs)
         with pytest.raises(GroupError, match="rank 0 could not make its part of the group: .*no room for"):
             SharedMemoryGroup(store, 1, 2, directory=small_tmpfs)
+
+
+@pytest.mark.parametrize(
+    ("size", "devices", "times"), [(2, ["cpu", "cuda:1", "cuda"], 1), (2, ["meta"], 0), (1, ["cuda"], 0)]
+)
+def test_one_warning_where_buckets_are_copied(
+    world: Any, monkeypatch: pytest.MonkeyPatch, size: int, devices: list[str], times: int
+) -> None:
+    """Without a GPU: what would allocate on it is replaced."""
+    group = world(size)[0]
+    monkeypatch.setattr(module, "_WARNED", set())
+    monkeypatch.setattr(Group, "allocate", lambda self, numel, **_: torch.empty(numel))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for device in devices:
+            group.allocate(4, device=device)
+    texts = [str(warning.message) for warning in seen]
+    assert len(texts) == times
+    for text in texts:
+        assert text.startswith("gradients on cuda:1 are copied to the host")
+        assert "the 2 ranks" in text
+        assert "GPU of its own, and gw.init() takes NCCL" in text

@@ -1,7 +1,5 @@
 """Progress: a bar on a terminal, a few lines elsewhere, nothing from other ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire.cli.demo.session import progress

@@ -1,7 +1,5 @@
 """`gradwire demo` from end to end, small."""
 
-from __future__ import annotations
-
 import re
 from unittest.mock import Mock
 
@@ -9,11 +7,7 @@ import pytest
 
 from gradwire.cli import main
 from gradwire.cli.demo import train
-from gradwire.testing import kinds
-from gradwire.testing.mpi import missing
 
-NO_MPI = pytest.mark.skipif(missing() is not None, reason=str(missing()))
-KINDS = [pytest.param(kind, marks=NO_MPI if kind == "mpi" else ()) for kind in kinds()]
 TINY = ["demo", "--size", "tiny", "--batch-size", "2", "--no-compare"]
 
 

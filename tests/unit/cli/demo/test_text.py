@@ -1,7 +1,5 @@
 """The demo's text: the same on every rank, its two parts apart, its windows inside."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What one rank does: a model that cannot cheat, and fingerprints that see a single bit."""
 
-from __future__ import annotations
-
 import torch
 
 from gradwire.cli.demo.model import SIZES, Transformer

@@ -1,7 +1,5 @@
 """`gradwire doctor`: what it prints, its exit code, and what it measures."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

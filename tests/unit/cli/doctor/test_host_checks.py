@@ -1,7 +1,5 @@
 """What the doctor finds on a host, with one fact of it changed."""
 
-from __future__ import annotations
-
 import resource
 from types import SimpleNamespace
 

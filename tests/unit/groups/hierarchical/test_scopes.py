@@ -1,7 +1,5 @@
 """Collectives of one host, and of one rank per host: on the group that knows of hosts, and on those that do not."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -20,8 +20,7 @@ from gradwire.groups.shared_memory import all_reduce
 from gradwire.groups.shared_memory.all_reduce import COMPILED
 from gradwire.groups.shared_memory.fold import SUMMED, CompiledFold, Fold
 from gradwire.runtime import jit
-
-from .conftest import World
+from helpers.shared_memory_groups import World
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16]
 CASES = [(ReduceOp.SUM, dtype) for dtype in (*SUMMED, torch.bfloat16)] + [(ReduceOp.AVG, dtype) for dtype in FLOATS]

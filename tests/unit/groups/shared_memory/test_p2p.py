@@ -83,25 +83,6 @@ def test_who_waits_for_many_or_large_messages_sleeps_soon(world: Any, shares: bo
     assert rounds[0] <= (1 if shares else 1 + (_THREAD_SPINS + _YIELDS) // checks)
 
 
-def test_tags_in_any_order(world: Any, everywhere: Any) -> None:
-    groups = world(2)
-    tags = list(range(SLOTS))  # all of them lie in the slots before the first is taken
-
-    def use(group: Any) -> list[float]:
-        if group.rank == 0:
-            for work in [group.send(number(tag), dst=1, tag=tag, async_op=True) for tag in tags]:
-                work.wait()
-            return []
-        found = []
-        for tag in random.Random(1).sample(tags, len(tags)):
-            t = torch.empty(3)
-            group.recv(t, src=0, tag=tag)
-            found.append(t[0].item() - tag)
-        return found
-
-    assert everywhere(groups, use)[1] == [0.0] * len(tags)
-
-
 def test_messages_of_one_tag_are_taken_in_the_order_they_were_sent_while_others_wait(
     world: Any, everywhere: Any
 ) -> None:

@@ -1,7 +1,5 @@
 """Fence, wait queue, futex and polling: no wake-up is lost, and every sleep ends."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap

@@ -1,0 +1,91 @@
+"""gradwire in PyTorch Lightning, Transformers' Trainer and a loop in TorchTitan's style: the same losses, hooks, checkpoints."""
+
+import json
+from pathlib import Path
+
+from helpers.warm_python import WarmPython
+from helpers.warm_ranks import run_script
+
+CHECKS = Path(__file__).parent / "scripts"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_lightning(warm_python: WarmPython, tmp_path: Path) -> None:
+    example = str(EXAMPLES / "lightning_train.py")
+    texts = run_script(warm_python, CHECKS / "lightning_checks.py", example, str(tmp_path))
+    (*shown, first), (second,) = (text.splitlines() for text in texts)
+    ranks = [json.loads(line) for line in (first, second)]
+    for said in ranks:
+        for same in ("gradwire", "mean", "backend"):
+            assert said[same] == said["stock"], same
+        assert said["gradwire, accumulating"] == said["stock, accumulating"] != said["stock"]
+        assert said["gradwire, manual"] == said["stock, manual"] == said["stock"]
+        assert said["fp16 on the CPU"] != said["stock"]
+        assert said["first half"] + said["second half"] == said["compressed"] != said["stock"]
+        assert said["forgotten"] != said["second half"]  # without the hook's state
+        assert said["states"] == [0, 1]
+        assert said["group"] == ["gradwire", "C10dGroup"]
+        assert [error.partition(":")[0] for error in said["errors"]] == ["HookTypeError", "UsageError"]
+    assert ranks[0]["stock"] != ranks[1]["stock"]
+    assert ranks[0]["advice"] == [0, 0]  # Lightning does not advise a static graph, with its strategy or with ours
+
+    lines = [line.split() for line in shown if line.startswith("loss ")]
+    assert [len(said["warning"]) for said in ranks] == [1, 0]
+    losses, steps = zip(*((float(line[1]), int(line[4])) for line in lines), strict=True)
+    assert steps == (16, 24)
+    assert losses[1] < losses[0]
+    assert "power_sgd(rank=2," in lines[0]
+
+
+def test_transformers(warm_python: WarmPython, tmp_path: Path) -> None:
+    env = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    texts = run_script(
+        warm_python, CHECKS / "transformers_checks.py", str(EXAMPLES / "trainer_train.py"), str(tmp_path), env=env
+    )
+    (*shown, first), (*_, second) = (text.splitlines() for text in texts)
+    for said in map(json.loads, (first, second)):
+        assert said["wrappers"]["stock"] == "torch.nn.parallel.distributed"
+        assert said["wrappers"]["gradwire"] == said["wrappers"]["mean"] == "gradwire.parallel.ddp"
+        stage, another = said["errors"]
+        assert "is a stage, which communicates nothing" in stage
+        assert "the state was saved under the hook error_feedback()" in another
+        assert len(said["warning"]) == 1
+        missing, not_called = said["versions"]
+        assert "its Trainer has no _prepare_for_training, which gradwire overrides" in missing
+        assert (
+            "it does not call the methods that gradwire overrides, so the model would train on torch's DDP"
+            in not_called
+        )
+        assert said["files"] == ["gradwire-hook-0.pt", "gradwire-hook-1.pt"]
+    said = json.loads(first)  # rank 0 logs
+    assert len(said["stock"]) == 6
+    assert said["gradwire"] == said["mean"] == said["stock"]
+    assert said["gradwire, accumulating"] == said["stock, accumulating"]
+    assert said["compressed"] != said["stock"]
+    assert said["resumed"] == said["compressed"][3:]
+    assert said["from stock"][0] == said["stock"][3]
+    assert said["from stock"] != said["stock"][3:]
+
+    lines = [line.split() for line in shown if line.startswith("loss ")]
+    assert [int(line[4]) for line in lines] == [8, 16]
+    assert float(lines[1][1]) < float(lines[0][1])
+
+
+def test_torchtitan_style(warm_python: WarmPython, tmp_path: Path) -> None:
+    texts = run_script(
+        warm_python, CHECKS / "torchtitan_checks.py", str(EXAMPLES / "torchtitan_style.py"), str(tmp_path)
+    )
+    ranks = [json.loads(text) for text in texts]
+    for said in ranks:
+        assert said["mean"] == said["stock"]
+        assert said["resumed"] == said["compressed"] != said["stock"]
+    assert ranks[0]["step"] == 6
+    assert ranks[0]["stock"] != ranks[1]["stock"]
+
+
+def test_the_torchtitan_example_runs_as_printed(warm_python: WarmPython, tmp_path: Path) -> None:
+    first, second = run_script(warm_python, EXAMPLES / "torchtitan_style.py", "--directory", str(tmp_path))
+    assert first.startswith("loss 0.")
+    assert "error_feedback() > quantize" in first
+    assert second == ""
+    assert sorted(path.name for path in tmp_path.glob("hook-*")) == ["hook-0.pt", "hook-1.pt"]
