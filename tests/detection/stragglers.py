@@ -24,9 +24,8 @@ from typing import Any
 from detection.sleeping_ranks import Delay, Sleeping, train
 from gradwire.cli.arguments import at_least, positive
 from gradwire.observe.rings.ring import read_rings
-from gradwire.observe.stragglers.detect import WINDOW, Straggler
+from gradwire.observe.stragglers.detect import WINDOW, Straggler, find_stragglers
 from gradwire.observe.stragglers.steps import Phase, step_times
-from gradwire.observe.stragglers.straggler_watch import find_stragglers
 from gradwire.testing import run_ranks
 
 _PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)

@@ -23,12 +23,13 @@ from gradwire import observe
 from gradwire.errors import GroupError
 from gradwire.groups import Group, MPIGroup
 from gradwire.groups.store.rendezvous import host_store
-from gradwire.observe.hangs.gradient_questions import GradientAnswers, Question
-from gradwire.observe.hangs.hang_report import end_of, saved_hangs
+from gradwire.observe.hangs.analysis import Cause, Suspect
+from gradwire.observe.hangs.gradient_questions import GradientAnswers, ask, read_answers
+from gradwire.observe.hangs.hang_report import saved_hangs
 from gradwire.observe.hangs.hang_watch import HangWatch
-from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.rings.run_outcome import RunOutcome, load, save
+from gradwire.runtime.host import ProcessState
 from gradwire.testing import run_ranks
 from gradwire.testing.mpi import MPILaunch, MPIPool, accept, connect, listen, missing
 from gradwire.testing.pool import GroupJob
@@ -464,7 +465,7 @@ class TestPlantedLinks:
 
     def test_a_hang_report(self, planted: Path) -> None:
         watch = HangWatch(RunFollower(planted))
-        suspect = end_of(RankProgress(0, {"pid": 1}), -1, ())
+        suspect = Suspect(0, 1, Cause.DEAD, ProcessState.GONE)
         *_, line = watch._report(None, [suspect], watch._report_of(None, [suspect]))
         assert "saved as" in line
         assert [hang.file for hang in saved_hangs(planted)] == ["hang-1.json"]
@@ -473,8 +474,9 @@ class TestPlantedLinks:
         path = planted / "rank-0.awaited"
         answers = GradientAnswers(path)
         try:
-            question = Question({path: ({"pid": os.getpid()}, answers.facts)})
-            assert question.answers(within=60) == {path: []}
+            since = time.monotonic_ns()
+            assert ask({"pid": os.getpid()}, answers.facts)
+            assert read_answers({0: path}, since=since, within=60) == {0: []}
         finally:
             answers.remove()
 

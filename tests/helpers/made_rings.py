@@ -9,7 +9,7 @@ from typing import Any
 from gradwire.observe.rings.ring import Record, Ring
 from gradwire.recorder.format import NO_PEER
 from gradwire.recorder.format import RecordKind as K
-from gradwire.recorder.writer import FlightRecorder, Member, Place
+from gradwire.recorder.writer import FlightRecorder, Place, RankInGroup
 from helpers.recorder_put import group_id_of
 
 MS = 1_000_000
@@ -127,7 +127,7 @@ def write_ring(directory: Path, ring: Ring, *, capacity: int = 1024) -> Path:
     ops = ring.header["ops"]
     for r in ring.records:
         op = ops.index(r.op) if r.op else 0
-        member = Member(r.group_id, recorder.number_of(r.group), r.rank)
+        member = RankInGroup(r.group_id, recorder.number_of(r.group), r.rank)
         peer, ordinal = (r.peer, r.message) if r.peer >= 0 else (NO_PEER, r.ordinal)
         operation = op, r.seq, ordinal, peer, r.duration / 1e9, r.time / 1e9
         place = Place(r.step, r.bucket, r.model)
@@ -143,7 +143,7 @@ def write_steps(recorder: FlightRecorder, rank: int, first: int, number: int) ->
     """Steps from `first` on, of at least `number` records; returns the next step."""
     while number > 0:
         for r in step_records(rank, first):
-            member = Member(r.group_id, recorder.number_of(r.group), r.rank)
+            member = RankInGroup(r.group_id, recorder.number_of(r.group), r.rank)
             operation = 0, r.seq, r.ordinal, (1 << 16) - 1, r.duration / 1e9, None
             place = Place(r.step, r.bucket, 1)
             recorder.put(r.kind, member, operation, label=r.label, nbytes=r.nbytes, place=place)

@@ -3,7 +3,7 @@
 import zlib
 
 from gradwire.recorder.format import NO_PEER, RecordKind
-from gradwire.recorder.writer import FlightRecorder, Member, Place
+from gradwire.recorder.writer import FlightRecorder, Place, RankInGroup
 
 
 def group_id_of(group: str) -> int:
@@ -35,5 +35,5 @@ def put(
     if step is not None or bucket is not None:
         place = Place(-1 if step is None else step, -1 if bucket is None else bucket, model)
     identity = group_id_of(group) if group_id is None else group_id
-    member = Member(identity, recorder.number_of(group), rank)
+    member = RankInGroup(identity, recorder.number_of(group), rank)
     recorder.put(kind, member, (op, seq, ordinal, peer, duration, at), label=label, nbytes=nbytes, place=place)

@@ -13,7 +13,7 @@ from gradwire.observe.rings.ring import read_ring
 from gradwire.recorder import writer
 from gradwire.recorder.format import HEADER as HEADER_FIELDS
 from gradwire.recorder.format import MAGIC, PAGE, RECORD, VERSION, RecordKind, names_path
-from gradwire.recorder.writer import FlightRecorder, Member, Place, within
+from gradwire.recorder.writer import FlightRecorder, Place, RankInGroup, within
 from helpers.recorder_put import put
 
 HEADER = {
@@ -295,7 +295,7 @@ def test_a_warning_in_every_step_leaves_names_for_the_rest(recorder, monkeypatch
     monkeypatch.setattr(writer, "_MOST_NAMES", 40)
     monkeypatch.setattr(writer, "active", recorder)
     for step in range(100):
-        recorder.warn(f"NaN in step {step}", Member(rank=3), step=step)
+        recorder.warn(f"NaN in step {step}", RankInGroup(rank=3), step=step)
     put(recorder, RecordKind.MARK, 3, group="a new group", label="after")
     records = read_ring(recorder.path).records
     assert (records[-1].group, records[-1].label) == ("a new group", "after")

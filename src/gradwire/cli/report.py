@@ -9,9 +9,8 @@ from typing import Any
 
 from gradwire.cli.arguments import add_run, run_directory
 from gradwire.errors import UsageError
-from gradwire.observe.report.load import load_report
-from gradwire.observe.report.plain_text import render_text
-from gradwire.observe.report.render import render_page
+from gradwire.observe.report.render import render_page, render_text
+from gradwire.observe.report.report_model import load_report
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:

@@ -13,13 +13,11 @@
 
 from __future__ import annotations
 
-from gradwire.observe.export import METRICS, Export, export
-from gradwire.observe.exporters import opentelemetry_metrics, opentelemetry_spans, prometheus
+from gradwire.observe.export import METRICS, Export, export, opentelemetry_metrics, opentelemetry_spans, prometheus
 from gradwire.observe.recording import mark, samples, start, stop
 from gradwire.observe.rings.ring import Record, Ring, read_ring, read_rings
 from gradwire.observe.run_warnings import RunWarning, read_warnings
-from gradwire.observe.stragglers.detect import Straggler
-from gradwire.observe.stragglers.straggler_watch import find_stragglers
+from gradwire.observe.stragglers.detect import Straggler, find_stragglers
 
 __all__ = [
     "METRICS",

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gradwire.observe.hangs.analysis import Cause, LongWait, Suspect
+from gradwire.observe.hangs.analysis import Cause, LongWait
 from gradwire.observe.hangs.hang_report import described, report_lines, saved_hangs
 from gradwire.observe.hangs.hang_watch import HangWatch
-from gradwire.observe.hangs.stacks import Stack, user_frames
+from gradwire.observe.hangs.stacks import Stack, user_line
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import nothing_recorded
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.rings.run_outcome import RunOutcome
 from gradwire.observe.run_warnings import fold_repeated, merge_warnings
-from gradwire.observe.stragglers.detect import describe
-from gradwire.observe.stragglers.straggler_watch import stragglers_over_time
+from gradwire.observe.stragglers.detect import describe, stragglers_over_time
 from gradwire.runtime.host import ProcessState
 
 
@@ -47,7 +46,7 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
         # A report that was saved while the ranks ran contains more than one that is made now.
         reported = reports and reports[-1].is_about(None if waiting is None else waiting.record)
         if not reported and (outcome is None or outcome.text):
-            lines += _hang_lines(watch, waiting, _stopped(ranks, outcome))
+            lines += _hang_lines(watch, waiting, outcome)
         if outcome is not None:
             lines += ["", f"The run has ended: {outcome.text or 'no rank has failed'}"]
         return lines
@@ -55,41 +54,32 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
         ranks.close()
 
 
-def _stopped(ranks: RunFollower, outcome: RunOutcome | None) -> set[int]:
-    """The processes of ranks that the launcher has ended."""
-    ended = () if outcome is None else [one.rank for one in outcome.ranks if one.stopped]
-    return {int(ranks.ranks[rank].header["pid"]) for rank in ended if rank in ranks.ranks}
-
-
-def _hang_lines(watch: HangWatch, waiting: LongWait | None, stopped: Container[int]) -> list[str]:
-    if waiting is not None:
-        return ["", *report_lines(waiting, _as_it_ran(watch.suspects(waiting), stopped))]
-    if (found := watch.stall()) is None:
+def _hang_lines(watch: HangWatch, waiting: LongWait | None, outcome: RunOutcome | None) -> list[str]:
+    found = watch.stall() if waiting is None else (waiting, watch.suspects(waiting))
+    if found is None:
         return []
-    stall, suspects = found
-    return ["", *report_lines(stall, _as_it_ran(suspects, stopped))]
-
-
-def _as_it_ran(suspects: Sequence[Suspect], stopped: Container[int]) -> list[Suspect]:
-    """A process that was ended when another rank had failed was not dead while others waited for it."""
-    return [
-        replace(one, cause=Cause.ENDED_SINCE) if one.cause is Cause.DEAD and one.pid in stopped else one
-        for one in suspects
-    ]
+    wait, suspects = found
+    # A process that the launcher ended when another rank had failed was not dead while others waited for it.
+    ended = () if outcome is None else [one.rank for one in outcome.ranks if one.stopped]
+    stopped = {int(watch.run.ranks[rank].header["pid"]) for rank in ended if rank in watch.run.ranks}
+    for i, one in enumerate(suspects):
+        if one.cause is Cause.DEAD and one.pid in stopped:
+            suspects[i] = replace(one, cause=Cause.ENDED_SINCE)
+    return ["", *report_lines(wait, suspects)]
 
 
 def _rank_lines(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack], *, whole: bool) -> Iterator[str]:
     state = ranks.state(rank)
     waiting = rank.waiting_in()
-    own = user_frames(stacks[0].frames, rank.header) if stacks else []
+    own = user_line(stacks[0].frames, rank.header) if stacks else None
     here = rank in ranks.local_ranks
     where = "" if here else f" on {rank.header['host']}"
     ended = state is ProcessState.GONE and rank.descriptions.get("end")
     parts = [f"rank {rank.rank} (process {rank.header['pid']}{where}): {'ended' if ended else state.value}"]
     if rank.step >= 0:
         parts.append(f"step {rank.step}")
-    if own:
-        parts.append(f"at {own[0].relative_to(os.getcwd())}")
+    if own is not None:
+        parts.append(f"at {own.relative_to(os.getcwd())}")
     yield ", ".join(parts)
     if waiting is not None:
         record, since = waiting

@@ -12,9 +12,8 @@ from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.run_status import RankFacts, RunStatus, run_status, stats_line
 from gradwire.observe.run_warnings import merge_warnings
-from gradwire.observe.stragglers.detect import describe, slow_ranks
+from gradwire.observe.stragglers.detect import StragglerWatch, describe, slow_ranks
 from gradwire.observe.stragglers.steps import Phase
-from gradwire.observe.stragglers.straggler_watch import StragglerWatch
 
 PERIOD = 1.0
 """Seconds between two looks."""

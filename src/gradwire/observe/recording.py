@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import errno
 import functools
+import itertools
 import json
 import os
 import platform
@@ -13,8 +14,9 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gradwire.errors import UsageError
 from gradwire.observe.hangs.gradient_questions import SUBJECT, SUFFIX, GradientAnswers
@@ -23,19 +25,12 @@ from gradwire.observe.hangs.stacks import StackFile, can_write_stacks, libraries
 from gradwire.observe.rings.ring import RingFile, state_of_writer
 from gradwire.recorder import writer
 from gradwire.recorder.format import HEADER, PAGE, RecordKind
-from gradwire.recorder.writer import FlightRecorder, Member
+from gradwire.recorder.writer import FlightRecorder, Place, RankInGroup
 from gradwire.runtime.host import ProcessState, clock_identity, process_start
 
-
-class Removable(Protocol):
-    """What has an effect until it is removed."""
-
-    def remove(self) -> None:
-        """End it."""
-
-
 _lock = threading.Lock()
-_handles: list[StackFile | Removable] = []
+_closers: list[Callable[[], object]] = []
+"""What ends the effects of recording on the process."""
 _rank = 0
 
 
@@ -48,6 +43,7 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
 
     The ring holds the last 65,536 records, in 5 MiB. It costs about a microsecond per collective, bucket and step.
     """
+    global _rank
     directory = Path(directory)
     rank, size = _place(rank, size)
     path = directory / f"rank-{rank}.ring"
@@ -74,23 +70,21 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
             return
         _record_optimizers(rank)
         _record_torch_ddp(rank)
-        if can_write_stacks():
-            try:
-                _handles.append(StackFile(path.with_suffix(".stacks")))
-            except (OSError, RuntimeError) as error:  # records are worth something without stacks
-                warnings.warn(f"observe.start({str(directory)!r}): stacks are not recorded: {error}", stacklevel=2)
         try:
+            if can_write_stacks():
+                _closers.append(StackFile(path.with_suffix(".stacks")).close)
             answers = GradientAnswers(path.with_suffix(SUFFIX))
-            _handles.append(answers)
+            _closers.append(answers.remove)
             recorder.describe(SUBJECT, answers.facts)
-        except (OSError, RuntimeError) as error:  # no descriptors or threads left
+        except (OSError, RuntimeError) as error:  # no descriptors or threads left; records are worth something without
             warnings.warn(
-                f"observe.start({str(directory)!r}): a hang report cannot ask for gradients: {error}", stacklevel=2
+                f"observe.start({str(directory)!r}): stacks and awaited gradients are not recorded: {error}",
+                stacklevel=2,
             )
         recorder.describe("system", _system())
         writer.active = recorder
         writer.reporter = functools.partial(report_for_error, directory)
-        _set_rank(rank)
+        _rank = rank
 
 
 def stop() -> None:
@@ -98,29 +92,29 @@ def stop() -> None:
     with _lock:
         recorder, writer.active = writer.active, None
         writer.reporter = None
-        _remove_handles()
+        _close_all()
     if recorder is not None:
         recorder.describe("end", {"time": time.monotonic_ns()})
         recorder.close()
 
 
-def attach(handle: Removable) -> None:
-    """Remove `handle` when the recorder is stopped."""
+def attach(close: Callable[[], object]) -> None:
+    """Call `close` when the recorder is stopped."""
     with _lock:
-        _handles.append(handle)
+        _closers.append(close)
 
 
-def _remove_handles() -> None:
-    for handle in _handles:
-        handle.close() if isinstance(handle, StackFile) else handle.remove()
-    _handles.clear()
+def _close_all() -> None:
+    for close in _closers:
+        close()
+    _closers.clear()
 
 
 def mark(text: str) -> None:
     """Write a note of your own into the record: it is shown in traces. Without a recorder it does nothing."""
     recorder = writer.active
     if recorder is not None:
-        recorder.put(RecordKind.MARK, Member(rank=_rank), label=str(text))
+        recorder.put(RecordKind.MARK, RankInGroup(rank=_rank), label=str(text))
 
 
 def samples(number: int) -> None:
@@ -132,12 +126,7 @@ def samples(number: int) -> None:
         raise UsageError(f"observe.samples({number!r}): pass how many samples the batch has, a whole number.")
     recorder = writer.active
     if recorder is not None:
-        recorder.put(RecordKind.SAMPLES, Member(rank=_rank), nbytes=number)
-
-
-def _set_rank(rank: int) -> None:
-    global _rank
-    _rank = rank
+        recorder.put(RecordKind.SAMPLES, RankInGroup(rank=_rank), nbytes=number)
 
 
 def _place(rank: int | None, size: int | None) -> tuple[int, int]:
@@ -174,11 +163,9 @@ def _header(rank: int, size: int) -> dict[str, Any]:
         "gradwire": sys.modules["gradwire"].__version__,
         "command": " ".join(sys.argv)[:500],
     }
-    for most in (100, 0):  # a character may take 12 bytes in JSON
-        if len(json.dumps(header)) > PAGE - HEADER.size:
-            header["command"] = header["command"][:most]
-    if len(json.dumps(header)) > PAGE - HEADER.size:  # paths of that length are rare
-        header["libraries"] = []
+    for name, short in (("command", header["command"][:100]), ("command", ""), ("libraries", [])):
+        if len(json.dumps(header)) > PAGE - HEADER.size:  # a character may take 12 bytes in JSON
+            header[name] = short
     return header
 
 
@@ -215,7 +202,7 @@ def _check_not_in_use(path: Path) -> None:
 def _record_optimizers(rank: int) -> None:
     from gradwire.autograd.optimizer_steps import after_optimizer_steps, before_optimizer_steps
 
-    member = Member(rank=rank)
+    member = RankInGroup(rank=rank)
 
     def began(*_: Any) -> None:
         if (recorder := writer.active) is not None:
@@ -225,24 +212,47 @@ def _record_optimizers(rank: int) -> None:
         if (recorder := writer.active) is not None:
             recorder.put(RecordKind.OPTIMIZER_ENDED, member)
 
-    _handles.extend([before_optimizer_steps(began), after_optimizer_steps(ended)])
+    _closers.extend([before_optimizer_steps(began).remove, after_optimizer_steps(ended).remove])
 
 
 def _record_torch_ddp(rank: int) -> None:
-    import torch.distributed as dist
+    """Record when a forward of torch's own DDP begins and ends, in scripts that do not call gradwire. Backward ends with the
+    optimizer's step. `gradwire run --replace-ddp` puts our class in its place, which records itself."""
+    import torch
 
-    if dist.is_available():
-        from gradwire.observe.torch_ddp import ForwardRecords, is_torchs_own
+    if not torch.distributed.is_available():
+        return
+    from torch.nn.parallel import DistributedDataParallel
 
-        if is_torchs_own():
-            _handles.append(ForwardRecords(rank))
+    if DistributedDataParallel.__module__ != "torch.nn.parallel.distributed":
+        return
+    original: Any = DistributedDataParallel.forward
+    member, steps = RankInGroup(rank=rank), itertools.count()
+
+    @functools.wraps(original)
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = writer.active
+        if recorder is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return original(module, *args, **kwargs)
+        place = Place(next(steps))
+        recorder.put(RecordKind.FORWARD_BEGAN, member, place=place)
+        result = original(module, *args, **kwargs)
+        recorder.put(RecordKind.FORWARD_ENDED, member, place=place)
+        return result
+
+    def restore() -> None:
+        if getattr(DistributedDataParallel, "forward") is forward:  # noqa: B009
+            setattr(DistributedDataParallel, "forward", original)  # noqa: B010
+
+    setattr(DistributedDataParallel, "forward", forward)  # noqa: B010
+    _closers.append(restore)
 
 
 def _forget() -> None:
     """In a forked child: what the parent has registered is not the child's, whose own recorder may come."""
     global _lock
     _lock = threading.Lock()  # which a thread of the parent may have held
-    _remove_handles()
+    _close_all()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean, median
+from typing import Any, NamedTuple
 
-from gradwire.observe.stragglers.detect import median_without
+from gradwire.observe.stragglers.detect import median_without, ready_times
 from gradwire.observe.stragglers.steps import Phase, StepTimes
 from gradwire.observe.units import milliseconds
 from gradwire.observe.units import ranks as ranks_text
@@ -21,6 +22,7 @@ _IDLE = 5.0
 """Seconds without a step."""
 _NOTICEABLE = 0.01
 """Share of a step."""
+_FIGURES = ("seconds", "compute", "exposed", "nbytes")
 
 
 class Condition(Enum):
@@ -34,20 +36,25 @@ class Condition(Enum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """One rank. Times are in seconds per step, means over the last steps; 0 if there were none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFigures:
+    """Seconds per step, and bytes of collectives per step; 0 if there were no steps."""
 
-    rank: int
-    condition: Condition = Condition.ABSENT
     step: int = -1
     seconds: float = 0.0
     compute: float = 0.0
     exposed: float = 0.0
     nbytes: float = 0.0
-    """Bytes of collectives per step."""
     has_communication: bool = True
     """Whether `exposed` and `nbytes` are recorded; not of torch's own DDP."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus(StepFigures):
+    """One rank: means over the last steps."""
+
+    rank: int
+    condition: Condition = Condition.ABSENT
     late: float = 0.0
     """How much later than those of the other ranks its last bucket is ready."""
     doing: str = ""
@@ -57,17 +64,10 @@ class RankStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class RunStatus:
+class RunStatus(StepFigures):
     """All ranks, and the run as a whole: medians over the ranks."""
 
     ranks: tuple[RankStatus, ...]
-    step: int = -1
-    seconds: float = 0.0
-    compute: float = 0.0
-    exposed: float = 0.0
-    nbytes: float = 0.0
-    has_communication: bool = True
-    """Whether `exposed` and `nbytes` are recorded; not of torch's own DDP."""
     samples_per_second: float = 0.0
     """0: the script does not call `observe.samples`."""
     idle: float = 0.0
@@ -103,8 +103,7 @@ class RunStatus:
         return sum(rank.condition is not Condition.ABSENT for rank in self.ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class RankFacts:
+class RankFacts(NamedTuple):
     """What is known of a rank, before it is compared with the others."""
 
     steps: Sequence[StepTimes]
@@ -126,31 +125,29 @@ def run_status(
 
     Times are in nanoseconds on the clock of the ranks. `slow` are the stragglers, `warning` the last warning.
     """
-    chosen = {rank: _chosen(one.steps, since) for rank, one in facts.items()}
-    late, last = _lateness(chosen)
+    chosen = {
+        rank: list(one.steps)[-_STEPS:] if since is None else [step for step in one.steps if step.end > since]
+        for rank, one in facts.items()
+    }
+    late, last = _lateness({rank: steps for rank, steps in chosen.items() if steps})
     ranks = tuple(
         _rank_status(rank, facts.get(rank), chosen.get(rank, []), late.get(rank, 0.0), rank in slow)
         for rank in range(max([size, *(rank + 1 for rank in facts)]))
     )
     timed = [rank for rank in ranks if rank.seconds]
+    medians: dict[str, Any] = {name: median(getattr(rank, name) for rank in timed) for name in _FIGURES if timed}
     ends = [one.steps[-1].end for one in facts.values() if one.steps]
+    seconds = {rank: sum(one.seconds for one in steps) for rank, steps in chosen.items() if steps}
     return RunStatus(
         ranks,
         step=max((rank.step for rank in ranks), default=-1),
-        seconds=_median(rank.seconds for rank in timed),
-        compute=_median(rank.compute for rank in timed),
-        exposed=_median(rank.exposed for rank in timed),
-        nbytes=_median(rank.nbytes for rank in timed),
+        **medians,
         has_communication=all(rank.has_communication for rank in timed),
-        samples_per_second=sum(map(_samples_per_second, chosen.values())),
+        samples_per_second=sum(sum(one.samples for one in chosen[rank]) / time for rank, time in seconds.items()),
         idle=(now - max(ends)) / 1e9 if ends else 0.0,
         slowest=None if last is None or ranks[last].late < _NOTICEABLE * ranks[last].seconds else ranks[last],
         warning=warning,
     )
-
-
-def _chosen(steps: Sequence[StepTimes], since: int | None) -> list[StepTimes]:
-    return list(steps)[-_STEPS:] if since is None else [one for one in steps if one.end > since]
 
 
 def _rank_status(
@@ -158,51 +155,30 @@ def _rank_status(
 ) -> RankStatus:
     if facts is None:
         return RankStatus(rank)
-    condition = Condition.RUNS if facts.steps else Condition.STARTING
-    if facts.state is ProcessState.GONE:
-        condition = Condition.ENDED
-    elif facts.state is ProcessState.STOPPED:
-        condition = Condition.STOPPED
-    if not steps:
-        return RankStatus(rank, condition, facts.step, doing=facts.doing, is_slow=is_slow)
-    return RankStatus(
-        rank,
-        condition,
-        facts.step,
-        seconds=fmean(one.seconds for one in steps),
-        compute=fmean(one.compute for one in steps),
-        exposed=fmean(one.share(Phase.EXPOSED) for one in steps),
-        nbytes=fmean(one.nbytes for one in steps),
-        has_communication=not any(one.backward_waits for one in steps),
-        late=late,
-        doing=facts.doing,
-        is_slow=is_slow,
-    )
+    ended = {ProcessState.GONE: Condition.ENDED, ProcessState.STOPPED: Condition.STOPPED}
+    condition = ended.get(facts.state, Condition.RUNS if facts.steps else Condition.STARTING)
+    means: dict[str, Any] = {}
+    if steps:
+        exposed, nbytes = fmean(one.share(Phase.EXPOSED) for one in steps), fmean(one.nbytes for one in steps)
+        seconds, compute = fmean(one.seconds for one in steps), fmean(one.compute for one in steps)
+        means = dict(zip(_FIGURES, (seconds, compute, exposed, nbytes), strict=True))
+        means["has_communication"] = not any(one.backward_waits for one in steps)
+    return RankStatus(rank, condition, late, facts.doing, is_slow, step=facts.step, **means)
 
 
 def _lateness(chosen: Mapping[int, Sequence[StepTimes]]) -> tuple[dict[int, float], int | None]:
     """By rank: the median of how much later than the median of the others it was ready; and who was last in most steps."""
-    ready = {rank: {one.step: one.last_ready for one in steps} for rank, steps in chosen.items() if steps}
-    common = set.intersection(*(set(row) for row in ready.values())) if len(ready) > 1 else set()
-    if not common:
+    ready = ready_times(chosen)
+    common = next(iter(ready.values()), {})
+    if len(ready) < 2 or not common:
         return {}, None
     columns = {step: sorted(row[step] for row in ready.values()) for step in common}
     late = {
-        rank: median(row[step] - median_without(columns[step], row[step]) for step in common) / 1e9
+        rank: median(at - median_without(columns[step], at) for step, at in row.items()) / 1e9
         for rank, row in ready.items()
     }
     rank, times = Counter(max(ready, key=lambda rank: ready[rank][step]) for step in common).most_common(1)[0]
     return late, rank if times > len(common) / 2 else None
-
-
-def _samples_per_second(steps: Sequence[StepTimes]) -> float:
-    seconds = sum(one.seconds for one in steps)
-    return sum(one.samples for one in steps) / seconds if seconds else 0.0
-
-
-def _median(values: Iterable[float]) -> float:
-    found = list(values)
-    return median(found) if found else 0.0
 
 
 def stats_line(status: RunStatus) -> str:

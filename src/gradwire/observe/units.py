@@ -61,36 +61,24 @@ def size(nbytes: float) -> str:
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def rank_list(ranks: Sequence[int]) -> str:
+def ranks(numbers: Sequence[int]) -> str:
     """Sorted ranks as a person writes them.
 
-    >>> rank_list([0, 1, 2, 5, 7, 8])
-    '0-2, 5, 7, 8'
+    >>> ranks([3]), ranks([0, 1, 2, 5, 7, 8])
+    ('rank 3', 'ranks 0-2, 5, 7, 8')
     """
     runs: list[list[int]] = []
-    for rank in ranks:
+    for rank in numbers:
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return ", ".join(parts)
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"
 
 
-def ranks(numbers: Sequence[int]) -> str:
-    """Sorted ranks, with the word for them.
-
-    >>> ranks([3]), ranks([0, 1])
-    ('rank 3', 'ranks 0, 1')
-    """
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {rank_list(numbers)}"
-
-
-_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {
-    code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
-}
-for _kept in "\n\t":
-    del _CONTROL[ord(_kept)]
+_CODES = {*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {ord("\n"), ord("\t")}
+_CONTROL = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in _CODES}
 
 
 def printable(value: Any) -> Any:

@@ -10,7 +10,7 @@ import secrets
 
 from gradwire.events import Emitter
 from gradwire.recorder import writer
-from gradwire.recorder.writer import FlightRecorder, Member
+from gradwire.recorder.writer import FlightRecorder, RankInGroup
 
 
 def new_id() -> int:
@@ -37,13 +37,13 @@ class EventSource(Emitter):
         super().__init__()
         self.name, self.rank, self.group_id = name, rank, group_id
         self._known: FlightRecorder | None = None
-        self._member = Member()
+        self._member = RankInGroup()
         self._children = 0
 
-    def member(self, recorder: FlightRecorder) -> Member:
+    def member(self, recorder: FlightRecorder) -> RankInGroup:
         """This rank of this group, as the records of `recorder` name it."""
         if recorder is not self._known:
-            self._member = Member(self.group_id, recorder.number_of(self.name), self.rank)
+            self._member = RankInGroup(self.group_id, recorder.number_of(self.name), self.rank)
             self._known = recorder
         return self._member
 

@@ -73,7 +73,7 @@ it was, in seconds on `time.perf_counter`'s clock (None: now)."""
 NO_OPERATION: OperationFacts = (0, 0, 0, NO_PEER, 0.0, None)
 
 
-class Member(NamedTuple):
+class RankInGroup(NamedTuple):
     """A rank of a group, as records name it: the group's identity, the number of its name, and the rank in it."""
 
     group_id: int = 0
@@ -139,7 +139,7 @@ class FlightRecorder:
     def put(
         self,
         kind: RecordKind,
-        member: Member,
+        member: RankInGroup,
         operation: OperationFacts = NO_OPERATION,
         *,
         label: str = "",
@@ -218,7 +218,7 @@ class FlightRecorder:
         except (TypeError, ValueError, OSError):
             pass  # see Note [No errors]
 
-    def warn(self, text: str, member: Member, *, step: int = -1) -> None:
+    def warn(self, text: str, member: RankInGroup, *, step: int = -1) -> None:
         """Record what a check has found. The first warnings are kept where no later record overwrites them, because what was
         wrong first matters most; and one in every step must not take the names of groups and errors."""
         self.warnings += 1
@@ -276,7 +276,7 @@ def _report_failed(failure: Exception) -> None:
     global _has_warned
     text = f"the flight recorders of other ranks could not be read for an error: {summary(failure)}"
     if active is not None:
-        active.warn(text, Member())
+        active.warn(text, RankInGroup())
     if not _has_warned:
         _has_warned = True
         with contextlib.suppress(Warning):  # a filter that raises must not replace the error

@@ -8,11 +8,10 @@ import warnings
 import pytest
 
 from gradwire.cli import main
-from gradwire.observe.report.load import load_report
-from gradwire.observe.report.plain_text import render_text
-from gradwire.observe.report.render import render_page
+from gradwire.observe.report.render import render_page, render_text
+from gradwire.observe.report.report_model import load_report
 from gradwire.observe.rings.ring import load_rings, read_rings
-from gradwire.observe.stragglers.straggler_watch import find_stragglers
+from gradwire.observe.stragglers.detect import find_stragglers
 from gradwire.runtime.host import clock_identity
 from helpers.made_rings import made_ring, write_ring
 

@@ -13,7 +13,7 @@ from gradwire.observe.hangs.hang_watch import HangWatch
 from gradwire.observe.hangs.stacks import parse_stacks
 from gradwire.observe.recording import _header
 from gradwire.observe.report.findings import find
-from gradwire.observe.report.load import load_report
+from gradwire.observe.report.report_model import load_report
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.rings.run_outcome import RankOutcome, RunOutcome, save
 from gradwire.recorder.format import RecordKind

@@ -198,7 +198,7 @@ def test_a_command_of_any_length_is_recorded(tmp_path, monkeypatch, arguments):
 
 def test_without_a_file_for_stacks_the_rest_is_recorded(tmp_path):
     (tmp_path / "rank-0.stacks").mkdir()
-    with pytest.warns(UserWarning, match="stacks are not recorded"):
+    with pytest.warns(UserWarning, match="stacks and awaited gradients are not recorded"):
         observe.start(tmp_path, rank=0, size=1)
     observe.mark("here")
     observe.stop()

@@ -6,8 +6,8 @@ import pytest
 
 from gradwire.observe.hangs.analysis import Cause
 from gradwire.observe.hangs.hang_report import report_lines
+from gradwire.observe.hangs.hang_watch import find_stall, idle_seconds
 from gradwire.observe.hangs.stacks import Frame, Stack
-from gradwire.observe.hangs.stalls import find_stall, idle_seconds
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.recorder.format import RecordKind as K
 from gradwire.runtime.host import ProcessState

@@ -6,9 +6,8 @@ import pytest
 
 from gradwire import observe
 from gradwire.errors import UsageError
-from gradwire.observe.stragglers.detect import WINDOW, slow_ranks
+from gradwire.observe.stragglers.detect import WINDOW, StragglerWatch, slow_ranks, stragglers_over_time
 from gradwire.observe.stragglers.steps import Phase
-from gradwire.observe.stragglers.straggler_watch import StragglerWatch, stragglers_over_time
 from helpers.made_steps import made_steps, write_rings
 
 SLOW = {(3, Phase.DATA): 0.5}

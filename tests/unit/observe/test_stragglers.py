@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.observe.stragglers.detect import WINDOW, describe, median_without, slow_ranks
+from gradwire.observe.stragglers.detect import WINDOW, describe, median_without, slow_ranks, stragglers_over_time
 from gradwire.observe.stragglers.steps import COMPUTE, Phase
-from gradwire.observe.stragglers.straggler_watch import stragglers_over_time
 from helpers.made_steps import made_steps, step_seconds
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER

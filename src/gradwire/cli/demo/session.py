@@ -28,8 +28,8 @@ from gradwire.cli.terminal_svg import terminal_svg
 from gradwire.errors import UsageError
 from gradwire.groups import Deadline, Group
 from gradwire.groups.kinds import Ranks, find_kind
-from gradwire.observe.report.load import load_report
 from gradwire.observe.report.render import render_page
+from gradwire.observe.report.report_model import load_report
 from gradwire.observe.rings.runs import new_run, runs_directory
 from gradwire.testing import run_ranks
 

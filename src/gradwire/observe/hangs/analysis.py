@@ -8,15 +8,15 @@ keeps its engine from it. A send or a receive hangs in the same way, with one ot
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice, takewhile
+from itertools import takewhile
 from operator import itemgetter
 from typing import Any
 
 from gradwire.observe.hangs.gradient_questions import Awaited
-from gradwire.observe.hangs.stacks import Frame, Stack, of_script, user_frames
+from gradwire.observe.hangs.stacks import Frame, Stack, of_script, user_frames, user_line
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import Record, message_key
 from gradwire.observe.stragglers.steps import Phase
@@ -58,18 +58,21 @@ class GroupMember:
     """In the group."""
     progress: RankProgress = field(repr=False)
 
+    def _own(self, record: Record, among: Iterable[Record]) -> list[Record]:
+        return [one for one in among if one.rank == self.number and is_same(one, record)]
+
     def waits_in(self, record: Record) -> bool:
         """Whether it has submitted this collective, which has not finished."""
-        return any(is_same(own, record) and own.rank == self.number for own in self.progress.pending.values())
+        return bool(self._own(record, self.progress.pending.values()))
 
     def is_elsewhere(self, record: Record) -> bool:
         """Whether it has submitted this collective, which has not finished, and does not wait for it."""
-        own = [key for key, one in self.progress.pending.items() if is_same(one, record) and one.rank == self.number]
-        return bool(own) and not any(key in self.progress.waited for key in own)
+        own = self._own(record, self.progress.pending.values())
+        return bool(own) and not any((one.group_id, one.rank, one.seq) in self.progress.waited for one in own)
 
     def has_failed(self, record: Record) -> bool:
         """Whether it has submitted this collective, which has failed."""
-        return any(is_same(own, record) and own.rank == self.number for own in self.progress.failed)
+        return bool(self._own(record, self.progress.failed))
 
     def submission(self, record: Record) -> Record | None:
         """What it has submitted as the collective of this ordinal, if that is among its last ones."""
@@ -79,9 +82,19 @@ class GroupMember:
     def has_reached(self, record: Record) -> bool:
         """Whether it has submitted this collective or a later one; or this message."""
         if not record.ordinal:
-            return any(is_same(own, record) and own.rank == self.number for own in self.progress.messages)
+            return bool(self._own(record, self.progress.messages))
         reached = self.progress.reached.get((record.group_id, self.number))
         return reached is not None and reached.ordinal >= record.ordinal
+
+    @property
+    def shares_process(self) -> bool:
+        """Whether other ranks are threads of the same process."""
+        return any(len(numbers) > 1 for numbers in self.progress.groups.values())
+
+    @property
+    def is_before_backward(self) -> bool:
+        """Whether its records show that no gradient of the step is there. Threads share a ring, and have no phases."""
+        return not self.shares_process and self.progress.phase in _BEFORE_BACKWARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +113,18 @@ class LongWait:
     """The ranks that take part, in the order of the group, as far as they are recorded here."""
     unknown: int = 0
     """How many of those that take part are not recorded here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Ranks that wait for other ranks, and not in a collective of gradwire."""
+
+    seconds: float
+    """Since when no rank has made progress."""
+    ranks: tuple[int, ...]
+    step: int
+    where: Frame | None
+    """The line of user code in which the first of them waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,19 +250,14 @@ def find_suspects(
     """The ranks that keep the others waiting. `state` and `stacks` look at processes of ranks, `ask` asks them which gradients
     they wait for."""
     found = _to_blame(waiting, state)
-    in_backward = [m.progress for m in found if _missing_bucket(m, waiting) >= 0 and not _is_before_backward(m)]
+    in_backward = [m.progress for m in found if _missing_bucket(m, waiting) >= 0 and not m.is_before_backward]
     asked = ask(in_backward) if ask is not None and in_backward else dict
     of_rank = stacks([member.progress for member in found])
     answers = asked()
+    ranks = [member.progress.rank for member in found]
     return [
-        _suspect(
-            member,
-            waiting,
-            state(member.progress),
-            of_rank.get(member.progress.rank, ()),
-            answers.get(member.progress.rank, ()),
-        )
-        for member in found
+        _suspect(member, waiting, state(member.progress), of_rank.get(rank, ()), answers.get(rank, ()))
+        for member, rank in zip(found, ranks, strict=True)
     ]
 
 
@@ -263,25 +283,15 @@ def _suspect(
     member: GroupMember, waiting: LongWait, state: ProcessState, stacks: Sequence[Stack], awaited: Sequence[Awaited]
 ) -> Suspect:
     header = member.progress.header
-    stack = _shown_stack(stacks, header, shared=_shares_process(member))
+    stack = _shown_stack(stacks, header, shared=member.shares_process)
     cause, other = _cause(member, waiting, state, stack, stacks)
     frames = of_script(stack.frames) if stack is not None else ()
-    own = user_frames(frames, header)
+    others = tuple(_other_places(stacks, header)) if stack is not None and stack is stacks[0] else ()
     bucket = _missing_bucket(member, waiting)
     names, certain = _missing_parameters(member, waiting, awaited) if bucket >= 0 else ((), False)
-    return Suspect(
-        member.rank,
-        int(header["pid"]),
-        cause,
-        state,
-        tuple(frames),
-        own[0] if own else None,
-        tuple(_other_places(stacks, header)) if stack is not None and stack is stacks[0] else (),
-        other,
-        bucket,
-        names,
-        certain,
-    )
+    where = user_line(frames, header)
+    pid = int(header["pid"])
+    return Suspect(member.rank, pid, cause, state, tuple(frames), where, others, other, bucket, names, certain)
 
 
 def _missing_parameters(
@@ -294,27 +304,16 @@ def _missing_parameters(
         if answer[:5] == bucket:
             return answer.missing, True
     names = parameters_of(record, record.bucket, [m.progress for m in waiting.members])
-    return names, _is_before_backward(member)
-
-
-def _is_before_backward(member: GroupMember) -> bool:
-    """Whether the rank's records show that no gradient of the step is there. Threads share a ring, and have no phases."""
-    return not _shares_process(member) and member.progress.phase in _BEFORE_BACKWARD
-
-
-def _shares_process(member: GroupMember) -> bool:
-    """Whether other ranks are threads of the same process."""
-    return any(len(numbers) > 1 for numbers in member.progress.groups.values())
+    return names, member.is_before_backward
 
 
 def _cause(
     member: GroupMember, waiting: LongWait, state: ProcessState, stack: Stack | None, stacks: Sequence[Stack]
 ) -> tuple[Cause, Record | None]:
     """What a rank does, and the collective that it does instead, if any."""
-    different = _different(member, waiting)
-    elsewhere = member.progress.waiting_in(member.number)
-    if different is not None:
+    if (different := _different(member, waiting)) is not None:
         return Cause.DIFFERENT, different
+    elsewhere = member.progress.waiting_in(member.number)
     if state not in (ProcessState.GONE, ProcessState.STOPPED):
         if elsewhere is not None and not is_same(elsewhere[0], waiting.record):
             return Cause.OTHER_COLLECTIVE, elsewhere[0]
@@ -353,14 +352,14 @@ def _other_places(stacks: Sequence[Stack], header: Mapping[str, Any]) -> Iterato
     """Where other threads run user code, if the main thread waits for threads: in a join, in gradwire, or in autograd."""
     inner = list(takewhile(lambda frame: not user_frames([frame], header), stacks[0].frames))
     if any(frame.file.endswith(_THREAD_WAITS) or "/gradwire/" in frame.file for frame in inner):
-        busy = (stack for stack in stacks[1:] if _is_busy(stack.frames, header))
-        yield from (user_frames(stack.frames, header)[0] for stack in islice(busy, _MOST_OTHERS))
+        busy = [stack for stack in stacks[1:] if _is_busy(stack.frames, header)]
+        yield from (user_frames(stack.frames, header)[0] for stack in busy[:_MOST_OTHERS])
 
 
 def _is_busy(frames: Sequence[Frame], header: Mapping[str, Any]) -> bool:
     """Whether a thread runs user code, and waits neither for a collective nor for other threads or connections."""
     idle = not frames or frames[0].file.endswith(_IDLE) or "/gradwire/groups/" in frames[0].file
-    return not idle and bool(user_frames(frames, header))
+    return not idle and user_line(frames, header) is not None
 
 
 def _is_in_hook(frames: Sequence[Frame]) -> bool:

@@ -80,64 +80,40 @@ def _awaited() -> list[dict[str, Any]]:
     return [] if module is None else module.awaited_gradients()
 
 
-Asked = Mapping[Path, tuple[Mapping[str, Any], Mapping[str, Any]]]
-"""By the path of a rank's answers: the header of its ring, and the description by which it can be asked."""
-
-
-class Question:
-    """Asks these ranks which gradients they wait for. They may answer while something else is done."""
-
-    def __init__(self, ranks: Asked) -> None:
-        self._since = time.monotonic_ns()
-        self._asked = [path for path, (header, how) in ranks.items() if _write(header, how)]
-
-    def answers(self, *, within: float) -> dict[Path, list[Awaited]]:
-        """The answers; those that have not come within so many seconds since they were asked are left out."""
-        found: dict[Path, list[Awaited]] = {}
-        deadline = self._since / 1e9 + within
-        while True:
-            for path in self._asked:
-                if path not in found and (answer := read_answer(path, self._since)) is not None:
-                    found[path] = answer
-            if len(found) == len(self._asked) or time.monotonic() >= deadline:
-                return found
-            time.sleep(_PAUSE)
-
-
-def _write(header: Mapping[str, Any], how: Mapping[str, Any]) -> bool:
-    """Whether the rank could be asked."""
+def ask(header: Mapping[str, Any], how: Mapping[str, Any]) -> bool:
+    """Ask the rank with this header, as it has described; returns whether that was possible."""
     try:
-        path = f"/proc/{int(header['pid'])}/fd/{int(how['descriptor'])}"
+        path = f"/proc/{header['pid']}/fd/{how['descriptor']}"
         if os.stat(path).st_ino != how["inode"]:  # opening something else may have an effect
             return False
         fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, KeyError, TypeError, ValueError):
-        return False
-    try:
-        # Once the recorder was stopped, its number may be that of a file of the user's.
-        return os.fstat(fd).st_ino == how["inode"] and os.write(fd, _ASK) == 1
+        try:
+            # Once the recorder was stopped, its number may be that of a file of the user's.
+            return os.fstat(fd).st_ino == how["inode"] and os.write(fd, _ASK) == 1
+        finally:
+            os.close(fd)
     except OSError:
         return False
-    finally:
-        os.close(fd)
 
 
-def read_answer(path: Path, since: int) -> list[Awaited] | None:
-    """An answer that was written after `since`, in nanoseconds on the monotonic clock; None if there is none."""
+def read_answers(paths: Mapping[int, Path], *, since: int, within: float) -> dict[int, list[Awaited]]:
+    """By rank: the answers in these files that are given within so many seconds after `since`, in nanoseconds on the monotonic
+    clock, when the ranks were asked."""
+    found: dict[int, list[Awaited]] = {}
+    while True:
+        for rank, path in paths.items():
+            if rank not in found and (answer := _read_answer(path, since)) is not None:
+                found[rank] = answer
+        if len(found) == len(paths) or time.monotonic() >= since / 1e9 + within:
+            return found
+        time.sleep(_PAUSE)
+
+
+def _read_answer(path: Path, since: int) -> list[Awaited] | None:
     try:
         answer = json.loads(path.read_text())
         if answer["time"] < since:
             return None
-        return [
-            Awaited(
-                int(m["group_id"]),
-                int(m["model"]),
-                int(m["rank"]),
-                int(m["step"]),
-                int(m["bucket"]),
-                tuple(map(str, m["missing"])),
-            )
-            for m in answer["models"]
-        ]
+        return [Awaited(**{**model, "missing": tuple(model["missing"])}) for model in answer["models"]]
     except (OSError, KeyError, TypeError, ValueError):
         return None

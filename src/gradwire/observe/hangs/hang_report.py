@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradwire.observe.hangs.analysis import Cause, LongWait, Suspect
+from gradwire.observe.hangs.analysis import Cause, LongWait, Stall, Suspect
 from gradwire.observe.hangs.stacks import Frame
-from gradwire.observe.hangs.stalls import Stall
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import Record
 from gradwire.observe.units import ranks as ranks_text
@@ -48,29 +47,25 @@ def report_lines(wait: LongWait | Stall | None, suspects: Sequence[Suspect], *, 
 def _what(wait: LongWait | Stall) -> str:
     if isinstance(wait, LongWait):
         return described(wait.record)
-    return f"step {wait.step}{f', in {_short(wait.where)}' if wait.where else ''} (collectives are not recorded)"
+    where = f", in {_short(wait.where)}" if wait.where else ""
+    return f"step {wait.step}{where} (collectives are not recorded)"
 
 
 def _explanation(wait: LongWait, suspects: Sequence[Suspect]) -> list[str]:
     """Why an operation does not finish, apart from its suspects."""
-    record = wait.record
-    if record.peer >= 0:
-        other = "receive" if record.op == "send" else "send"
-        if wait.unknown:
-            return [f"rank {record.peer} of the group is not recorded here: if on another host, look there too"]
-        if wait.missing:
-            return [f"rank {wait.missing[0]} has not submitted the matching {other}"]
-        return [f"the matching {other} was submitted: {_why_slow(on_device=record.on_device)}"]
+    record, is_message = wait.record, wait.record.peer >= 0
+    other = "receive" if record.op == "send" else "send"
     if wait.unknown:
-        are = "ranks of the group are" if wait.unknown > 1 else "rank of the group is"
-        return [f"{wait.unknown} {are} not recorded here: if on another host, look there too"]
-    return [] if suspects else [f"all ranks have submitted it: {_why_slow(on_device=record.on_device)}"]
-
-
-def _why_slow(*, on_device: bool) -> str:
-    """Why an operation with all ranks present does not finish. A device first runs what was enqueued before it."""
-    kernel = "a kernel that was enqueued before it still runs on a rank's GPU, or " if on_device else ""
-    return f"{kernel}the engine or the link is slow or stuck"
+        who = f"rank {record.peer}" if is_message else f"{wait.unknown} rank{'s' if wait.unknown > 1 else ''}"
+        are = "are" if wait.unknown > 1 else "is"
+        return [f"{who} of the group {are} not recorded here: if on another host, look there too"]
+    if is_message and wait.missing:
+        return [f"rank {wait.missing[0]} has not submitted the matching {other}"]
+    if suspects and not is_message:
+        return []
+    what = f"the matching {other} was submitted" if is_message else "all ranks have submitted it"
+    kernel = "a kernel that was enqueued before it still runs on a rank's GPU, or " if record.on_device else ""
+    return [f"{what}: {kernel}the engine or the link is slow or stuck"]
 
 
 def _alike(suspects: Iterable[Suspect]) -> list[list[Suspect]]:
@@ -118,19 +113,13 @@ def _short(frame: Frame) -> str:
     return frame.relative_to(os.getcwd())
 
 
-def end_of(rank: RankProgress, bucket: int, parameters: Sequence[str]) -> Suspect:
-    """A rank that has ended, where no other rank is known to wait for it."""
-    pid = int(rank.header["pid"])
-    return Suspect(rank.rank, pid, Cause.DEAD, ProcessState.GONE, bucket=bucket, parameters=tuple(parameters))
-
-
 def standing(rank: RankProgress, state: ProcessState, now: int | None) -> str:
     """Where a rank is, in a line: its step, its phase, and its last collective. `now` is None on another clock."""
     parts = [f"rank {rank.rank}: {state.value}"]
     if rank.step >= 0:
         parts.append(f"step {rank.step}")
     if rank.phase is not None:
-        parts.append(f"{rank.phase.value}{_ago(' for', now, rank.phase_since)}")
+        parts.append(f"{rank.phase.value}{_ago(' for', now, rank.folder.tracker.start)}")
     waiting, last = rank.waiting_in(), rank.last_collective
     if waiting is not None:
         parts.append(f"waits{_ago(' for', now, waiting[1])} in {described(waiting[0])}")
@@ -156,15 +145,16 @@ def _ago(before: str, now: int | None, then: int, after: str = "") -> str:
 
 def as_dict(wait: LongWait | Stall | None, suspects: Sequence[Suspect]) -> dict[str, Any]:
     """The report, for programs."""
+    known = wait if isinstance(wait, LongWait) else None
     return {
         "time": time.time(),
         "what": "" if wait is None else _what(wait),
-        "collective": _facts(wait.record) if isinstance(wait, LongWait) else None,
+        "collective": _facts(known.record if known else None),
         "seconds": 0.0 if wait is None else wait.seconds,
         "waiting": [] if wait is None else list(wait.ranks),
-        "missing": list(wait.missing) if isinstance(wait, LongWait) else [],
-        "unknown": wait.unknown if isinstance(wait, LongWait) else 0,
-        "why": _explanation(wait, suspects) if isinstance(wait, LongWait) else [],
+        "missing": list(known.missing) if known else [],
+        "unknown": known.unknown if known else 0,
+        "why": _explanation(known, suspects) if known else [],
         "suspects": [
             {
                 "rank": suspect.rank,
@@ -172,7 +162,7 @@ def as_dict(wait: LongWait | Stall | None, suspects: Sequence[Suspect]) -> dict[
                 "cause": suspect.cause.name,
                 "state": suspect.state.value,
                 "text": "; ".join(line.strip() for line in _suspect_lines([suspect], 0) if "... " not in line),
-                "other": None if suspect.other is None else _facts(suspect.other),
+                "other": _facts(suspect.other),
                 "bucket": suspect.bucket,
                 "parameters": list(suspect.parameters),
                 "certain": suspect.certain,
@@ -185,9 +175,11 @@ def as_dict(wait: LongWait | Stall | None, suspects: Sequence[Suspect]) -> dict[
     }
 
 
-def _facts(record: Record) -> dict[str, Any]:
-    names = ("op", "label", "group", "group_id", "seq", "ordinal", "nbytes", "step", "bucket", "peer", "on_device")
-    return {("bytes" if name == "nbytes" else name): getattr(record, name) for name in names}
+def _facts(record: Record | None) -> dict[str, Any] | None:
+    if record is None:
+        return None
+    names = ("op", "label", "group", "group_id", "seq", "ordinal", "step", "bucket", "peer", "on_device")
+    return {"bytes": record.nbytes} | {name: getattr(record, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,32 +208,20 @@ class SavedHang:
         if record is None or self.collective is None:
             return record is None and self.collective is None
         number = "ordinal" if record.ordinal else "seq"  # messages have no ordinal
-        return (self.collective.get("group_id"), self.collective.get(number)) == (
-            record.group_id,
-            getattr(record, number),
-        )
+        return all(self.collective.get(name) == getattr(record, name) for name in ("group_id", number))
 
 
 def saved_hangs(directory: Path) -> list[SavedHang]:
     """The reports in the directory of a run, the first one first. What is not one of ours is left out."""
-    paths = sorted(directory.glob("hang-*.json"), key=lambda path: (len(path.name), path.name))
-    return [hang for path in paths if (hang := _load(path)) is not None]
-
-
-def _load(path: Path) -> SavedHang | None:
-    try:
-        facts = json.loads(path.read_text())
-        return SavedHang(
-            path.name,
-            str(facts["what"]),
-            float(facts["seconds"]),
-            tuple(map(int, facts["waiting"])),
-            "; ".join(map(str, facts["why"])),
-            tuple((int(one["rank"]), Cause[one["cause"]], str(one["text"])) for one in facts["suspects"]),
-            None if facts["collective"] is None else dict(facts["collective"]),
-            bool(facts.get("ended", False)),
-            int(facts.get("count", 1)),
-            float(facts.get("total", 0.0)),
-        )
-    except (OSError, RecursionError, ValueError, KeyError, TypeError, AttributeError):  # half written, or not ours
-        return None
+    found = []
+    for path in sorted(directory.glob("hang-*.json"), key=lambda path: (len(path.name), path.name)):
+        try:
+            facts = json.loads(path.read_text())
+            waiting, why = tuple(map(int, facts["waiting"])), "; ".join(facts["why"])
+            suspects = tuple((int(one["rank"]), Cause[one["cause"]], str(one["text"])) for one in facts["suspects"])
+            rest = {name: facts[name] for name in ("ended", "count", "total") if name in facts}
+            kept = facts["what"], facts["seconds"], waiting, why, suspects, facts["collective"]
+            found.append(SavedHang(path.name, *kept, **rest))
+        except (OSError, RecursionError, ValueError, KeyError, TypeError, AttributeError):  # half written, or not ours
+            continue
+    return found

@@ -4,6 +4,11 @@ Note [Waits that end]
 A wait that is long enough to be reported may still end: one rank evaluates, or saves a checkpoint, and the others wait for it in
 their next collective. Its report is saved once and marked as ended. Later waits for the same ranks in the same
 operation are counted there, and reported again only if one takes more than twice as long as any before.
+
+Note [Stalls]
+Of torch's own DDP over torch's own groups collectives are not recorded. If no rank has written anything for far longer than a step
+takes, and the main threads of some are inside torch's communication or backward while others are elsewhere, then the former
+wait for the latter.
 """
 
 from __future__ import annotations
@@ -13,29 +18,35 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gradwire.observe.hangs.analysis import (
     SOFT_DEADLINE,
+    TIMES_USUAL,
     Cause,
     LongWait,
+    Stall,
     Suspect,
     find_suspects,
     find_waiting,
     is_same,
     parameters_of,
+    process_cause,
 )
-from gradwire.observe.hangs.hang_report import as_dict, end_of, report_lines, standing
-from gradwire.observe.hangs.stalls import Stall, find_stall, idle_seconds
+from gradwire.observe.hangs.hang_report import as_dict, report_lines, standing
+from gradwire.observe.hangs.stacks import Stack, user_line
+from gradwire.observe.rings.rank_progress import RankProgress
+from gradwire.observe.rings.ring import Record
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.runtime.host import ProcessState
 from gradwire.runtime.private_file import write_private
 
 PERIOD = 0.5
 """Seconds between two looks."""
+_TORCH_WAITS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")
 _MARGIN = 0.01
 _TIMES_LONGEST = 2
 _MOST_FILES = 50
@@ -65,8 +76,10 @@ class _OpenWait:
     report: _Report
     is_reported: bool = False
 
-    def is_about(self, waiting: LongWait) -> bool:
-        return isinstance(self.wait, LongWait) and is_same(self.wait.record, waiting.record)
+    @property
+    def record(self) -> Record | None:
+        """Of the collective, if it is recorded."""
+        return self.wait.record if isinstance(self.wait, LongWait) else None
 
 
 class HangWatch:
@@ -95,9 +108,9 @@ class HangWatch:
 
     def check_if_due(self) -> list[str]:
         """`check`, if it is time for it. An error ends the watch and not the run."""
-        if time.monotonic() < self.next_look or not self._works:
-            return []
         now = time.monotonic()
+        if now < self.next_look or not self._works:
+            return []
         self.next_look = now + PERIOD
         lines = self._safely(self.check)
         since = [found[1] for rank in self.run.local_ranks if (found := rank.waiting_in()) is not None]
@@ -108,11 +121,11 @@ class HangWatch:
 
     def rank_ended(self, rank: int) -> list[str]:
         """The lines to print when a signal has ended a rank: where it was, and which ranks waited for it."""
-        return self._safely(lambda: self._rank_ended(rank)) if self._works else []
+        return self._safely(lambda: self._rank_ended(rank))
 
     def standing(self) -> list[str]:
         """Where every rank is, in a line for each."""
-        return self._safely(self._standing) if self._works else ["its ranks cannot be followed any more"]
+        return self._safely(self._standing) or ["its ranks cannot be followed any more"]
 
     def _standing(self) -> list[str]:
         self.run.look()
@@ -123,7 +136,7 @@ class HangWatch:
 
     def _safely(self, look: Callable[[], list[str]]) -> list[str]:
         try:
-            return look()
+            return look() if self._works else []
         except Exception as error:
             self._works, self.next_look = False, math.inf
             return [f"hangs are not reported any more: {type(error).__name__}: {error}"]
@@ -135,10 +148,13 @@ class HangWatch:
         waiting = self.waiting
         stalled = waiting is None and self._is_stalled()
         for one in list(self._open):
-            if not (stalled if isinstance(one.wait, Stall) else _goes_on(one.wait)):
+            if not (
+                stalled if isinstance(one.wait, Stall) else any(m.waits_in(one.wait.record) for m in one.wait.members)
+            ):
                 self._open.remove(one)
                 lines += self._ended(one)
-        if waiting is not None and not any(one.is_about(waiting) for one in self._open):
+        known = [one.record for one in self._open if one.record is not None]
+        if waiting is not None and not any(is_same(record, waiting.record) for record in known):
             self._begin(waiting, self.suspects(waiting))
         elif stalled and not self._looked_at_stall and (found := self.stall()) is not None:
             self._begin(*found)
@@ -174,12 +190,11 @@ class HangWatch:
         self._save(report)
         if not one.is_reported:
             return []
-        record = one.wait.record if isinstance(one.wait, LongWait) else None
-        what = "the wait" if record is None else f"{record.op} (operation #{record.seq} of {record.group})"
+        what = "the wait has ended"
+        if (record := one.record) is not None:
+            what = f"{record.op} (operation #{record.seq} of {record.group}) has finished"
         again = f"further waits like it are reported after {_TIMES_LONGEST * report.longest:.0f} s"
-        return [
-            f"{what} has {'ended' if record is None else 'finished'} after {seconds:.1f} s: ranks continue; {again}"
-        ]
+        return [f"{what} after {seconds:.1f} s: ranks continue; {again}"]
 
     def stall(self) -> tuple[Stall, list[Suspect]] | None:
         """Ranks of this host whose collectives are not recorded and that wait, and those that they wait for."""
@@ -208,7 +223,8 @@ class HangWatch:
             record = next((r for r in reversed(ended.last) if r.model), None)
             bucket = -1 if record is None else ended.missing_bucket(record.group_id, record.model)
             names = () if record is None else parameters_of(record, bucket, list(self.run.ranks.values()))
-            suspects.append(end_of(ended, bucket, names))
+            pid = int(ended.header["pid"])
+            suspects.append(Suspect(rank, pid, Cause.DEAD, ProcessState.GONE, bucket=bucket, parameters=tuple(names)))
         report = self._report_of(waiting, suspects)
         line = standing(ended, self.run.state(ended), time.monotonic_ns())
         return [line, *self._report(waiting, suspects, report)]
@@ -217,18 +233,17 @@ class HangWatch:
         report.facts = {**report.facts, **as_dict(wait, suspects), "ended": False}
         problem = self._save(report)
         command = f"gradwire inspect {shlex.quote(str(self.run.directory))}"
-        where = f"not saved: {problem}" if problem else f"saved as {self._path(report)}"
+        where = f"not saved: {problem}" if problem else f"saved as {self.run.directory / f'hang-{report.number}.json'}"
         return [*report_lines(wait, suspects), f"  {where}. To look again: {command}"]
-
-    def _path(self, report: _Report) -> Path:
-        return self.run.directory / f"hang-{report.number}.json"
 
     def _save(self, report: _Report) -> str:
         """Save a report; returns why that was not possible, or nothing."""
         if report.number > _MOST_FILES:
             return f"there are {_MOST_FILES} reports already"
         try:
-            write_private(self._path(report), json.dumps(report.facts, indent=1).encode() + b"\n")
+            write_private(
+                self.run.directory / f"hang-{report.number}.json", json.dumps(report.facts, indent=1).encode() + b"\n"
+            )
         except OSError as error:  # a full disk: it is on the terminal all the same
             return str(error.strerror)
         return ""
@@ -236,10 +251,6 @@ class HangWatch:
     def close(self) -> None:
         """Close the files."""
         self.run.close()
-
-
-def _goes_on(wait: LongWait) -> bool:
-    return any(member.waits_in(wait.record) for member in wait.members)
 
 
 def report_for_error(directory: Path) -> list[str]:
@@ -259,3 +270,40 @@ def report_for_error(directory: Path) -> list[str]:
         return report_lines(waiting, suspects, frames=_FRAMES_FOR_ERROR)
     finally:
         run.close()
+
+
+def idle_seconds(ranks: Sequence[RankProgress], now: int, *, deadline: float = SOFT_DEADLINE) -> float | None:
+    """For how long no rank has made progress, if that is longer than `deadline` and ten times as long as a step.
+
+    None where groups of gradwire are recorded, whose collectives show more, and before the first step.
+    """
+    if len(ranks) < 2 or any(rank.groups or not rank.forwards for rank in ranks):
+        return None
+    seconds = min((now - rank.last[-1].time) / 1e9 for rank in ranks)
+    usual = TIMES_USUAL * max(rank.usual_step for rank in ranks)
+    return seconds if seconds > max(deadline, usual) else None
+
+
+def find_stall(
+    ranks: Sequence[RankProgress],
+    seconds: float,
+    *,
+    state: Callable[[RankProgress], ProcessState],
+    stacks: Mapping[int, Sequence[Stack]],
+) -> tuple[Stall, list[Suspect]] | None:
+    """The ranks that wait, and those that they wait for. None if all wait or none does, which shows no cause."""
+    waiting, suspects = [], []
+    for rank in ranks:
+        main = next(iter(stacks.get(rank.rank, ())), None)
+        frames = () if main is None else main.frames
+        where = user_line(frames, rank.header)
+        inner = frames if where is None else frames[: frames.index(where)]
+        if any(part in frame.file for frame in inner for part in _TORCH_WAITS):
+            waiting.append((rank, where))
+        else:
+            cause = process_cause(state(rank), main)
+            suspects.append(Suspect(rank.rank, int(rank.header["pid"]), cause, state(rank), frames, where))
+    if not waiting or not suspects:
+        return None
+    numbers = tuple(sorted(rank.rank for rank, _ in waiting))
+    return Stall(seconds, numbers, max(rank.step for rank, _ in waiting), waiting[0][1]), suspects

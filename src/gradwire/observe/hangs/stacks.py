@@ -9,6 +9,7 @@ has the right to trace. A process may trace those that it has started, so the la
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -81,8 +82,7 @@ class StackFile:
 
     def close(self) -> None:
         """Stop writing."""
-        assert SIGNAL is not None
-        faulthandler.unregister(SIGNAL)
+        faulthandler.unregister(SIGNAL or 0)
         os.close(self._fd)
 
 
@@ -98,14 +98,21 @@ def read_stacks(headers: Mapping[Path, Mapping[str, Any]], *, within: float = 1.
     `within` seconds to answer. Those that do not, or are stopped, are looked at by py-spy, where it is installed.
     """
     found: dict[Path, list[Stack]] = {path: [] for path in headers}
-    asked = {path: answer for path, header in headers.items() if (answer := _ask(path, header)) is not None}
+    asked = {path: begin for path, header in headers.items() if (begin := _ask(path, int(header["pid"]))) is not None}
+    texts = dict.fromkeys(asked, "")
+    changed = dict.fromkeys(asked, time.monotonic())
     deadline = time.monotonic() + within
     while asked and time.monotonic() < deadline:
         time.sleep(_PAUSE)
-        for path, answer in list(asked.items()):
-            answer.read()
-            found[path] = parse_stacks(answer.text, main=int(headers[path]["main_thread"]))
-            if answer.is_complete(found[path]):
+        for path, begin in list(asked.items()):
+            with contextlib.suppress(OSError), path.open(errors="replace") as file:
+                file.seek(begin)
+                if (text := file.read()) != texts[path]:
+                    texts[path], changed[path] = text, time.monotonic()
+            found[path] = parse_stacks(texts[path], main=int(headers[path]["main_thread"]))
+            # Nothing marks the end, except that the stack of a program ends in a module.
+            ended = any(stack.frames and stack.frames[-1].function in _OUTERMOST for stack in found[path][:1])
+            if found[path] and time.monotonic() - changed[path] > (_PAUSE if ended else 10 * _PAUSE):
                 del asked[path]
     silent = {path: int(headers[path]["pid"]) for path, stacks in found.items() if not stacks}
     for path, text in dump_stacks(silent, within=within).items():
@@ -124,15 +131,9 @@ def dump_stacks(pids: Mapping[Path, int], *, within: float) -> dict[Path, str]:
     py_spy = program() if pids else None
     if py_spy is None:
         return {}
+    words, none = [py_spy, "dump", "--nonblocking", "--json", "--pid"], subprocess.DEVNULL
     started = {
-        key: subprocess.Popen(
-            [py_spy, "dump", "--nonblocking", "--json", "--pid", str(pid)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-        )
+        key: subprocess.Popen([*words, str(pid)], stdin=none, stdout=subprocess.PIPE, stderr=none, errors="replace")
         for key, pid in pids.items()
     }
     deadline = time.monotonic() + within
@@ -149,46 +150,18 @@ def dump_stacks(pids: Mapping[Path, int], *, within: float) -> dict[Path, str]:
     return found
 
 
-class _Answer:
-    """What faulthandler has written since it was asked."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._begin = path.stat().st_size
-        if self._begin > _LARGEST:  # it is only ever added to
-            os.truncate(path, 0)
-            self._begin = 0
-        self.text = ""
-        self._changed = time.monotonic()
-
-    def read(self) -> None:
-        try:
-            with self._path.open(errors="replace") as file:
-                file.seek(self._begin)
-                text = file.read()
-        except OSError:
-            return
-        if text != self.text:
-            self.text, self._changed = text, time.monotonic()
-
-    def is_complete(self, stacks: Sequence[Stack]) -> bool:
-        """Whether it is complete. Nothing marks the end, except that the stack of a program ends in a module."""
-        since = time.monotonic() - self._changed
-        ended = any(stack.frames and stack.frames[-1].function in _OUTERMOST for stack in stacks[:1])
-        return bool(stacks) and since > (_PAUSE if ended else 10 * _PAUSE)
-
-
-def _ask(path: Path, header: Mapping[str, Any]) -> _Answer | None:
-    """Send the signal; None if the rank cannot answer."""
-    pid = int(header["pid"])
+def _ask(path: Path, pid: int) -> int | None:
+    """Send the signal; returns where in the file the answer will be, None if the rank cannot answer."""
     if SIGNAL is None or process_state(pid) is ProcessState.STOPPED or not handles_signal(pid, SIGNAL):
         return None
     try:
-        answer = _Answer(path)
+        if path.stat().st_size > _LARGEST:  # it is only ever added to
+            os.truncate(path, 0)
+        begin = path.stat().st_size
         os.kill(pid, SIGNAL)
     except OSError:
         return None
-    return answer
+    return begin
 
 
 def parse_stacks(text: str, *, main: int) -> list[Stack]:
@@ -212,9 +185,7 @@ def parse_dump(text: str, *, main: int) -> list[Stack]:
     """What py-spy has written, the main thread's stack first; nothing if that is not what it was asked for."""
     try:
         threads = {
-            int(thread["thread_id"]): [
-                Frame(str(frame["filename"]), int(frame["line"]), str(frame["name"])) for frame in thread["frames"]
-            ]
+            int(thread["thread_id"]): [Frame(one["filename"], one["line"], one["name"]) for one in thread["frames"]]
             for thread in json.loads(text)
         }
     except (KeyError, TypeError, ValueError):
@@ -224,14 +195,9 @@ def parse_dump(text: str, *, main: int) -> list[Stack]:
 
 def main_first(threads: Mapping[int, Sequence[Frame]], main: int) -> list[Stack]:
     """The stacks of `threads`, that of `main` first, without the one that waits for questions."""
-    stacks = [
-        Stack(t, tuple(frames)) for t, frames in threads.items() if not frames or not _waits_for_questions(frames)
-    ]
-    return sorted(stacks, key=lambda stack: stack.thread != main)
-
-
-def _waits_for_questions(frames: Sequence[Frame]) -> bool:
-    return frames[0].file.endswith(_QUESTIONS)
+    stacks = [Stack(thread, tuple(frames)) for thread, frames in threads.items()]
+    shown = [stack for stack in stacks if not stack.frames or not stack.frames[0].file.endswith(_QUESTIONS)]
+    return sorted(shown, key=lambda stack: stack.thread != main)
 
 
 def user_frames(frames: Sequence[Frame], header: Mapping[str, Any]) -> list[Frame]:
@@ -240,16 +206,19 @@ def user_frames(frames: Sequence[Frame], header: Mapping[str, Any]) -> list[Fram
     return [frame for frame in frames if not frame.file.startswith((*libraries, "<frozen"))]
 
 
+def user_line(frames: Sequence[Frame], header: Mapping[str, Any]) -> Frame | None:
+    """The innermost line of user code."""
+    return next(iter(user_frames(frames, header)), None)
+
+
 def of_script(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """The frames without those by which `python -m` and `gradwire run` with --observe or --replace-ddp have started the script,
-    and without those of a rank that is writing the very report.
+    """The frames without those by which `python -m` and `gradwire run` have started the script, and without those of a rank that
+    is writing the very report.
 
     >>> script, runpy = Frame("train.py", 3, "<module>"), Frame("<frozen runpy>", 88, "_run_code")
-    >>> observed = Frame("/lib/gradwire/launch/run_script.py", 36, "main")
+    >>> started = Frame("/lib/gradwire/launch/run_script.py", 36, "main")
     >>> reports = Frame("/lib/gradwire/observe/hangs/hang_watch.py", 29, "report_for_error")
-    >>> of_script(
-    ...     [Frame("/lib/gradwire/observe/hangs/analysis.py", 227, "f"), reports, script, runpy, observed, runpy]
-    ... ) == [script]
+    >>> of_script([reports, script, runpy, started, runpy]) == [script]
     True
     """
     begin = max((i + 1 for i, frame in enumerate(frames) if frame.file.endswith(_REPORTER)), default=0)

@@ -1,2 +1,2 @@
-"""The report of a run: `gradwire report`. Rings in, one model out (`report_model.py`), which `render.py` turns into a page and
-`plain_text.py` into lines. Without torch."""
+"""The report of a run: `gradwire report`. Rings in, one model out (`report_model.py`), which `render.py` turns into a page
+and into lines. Without torch."""

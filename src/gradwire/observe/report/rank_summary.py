@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradwire.observe.rings.intervals import Operation, operations
 from gradwire.observe.rings.ring import Record, Ring
@@ -14,12 +15,11 @@ from gradwire.observe.stragglers.steps import StepTimes, step_times
 from gradwire.recorder.format import RecordKind
 from gradwire.runtime.host import ProcessState
 
-_KEPT_DURATIONS = 2000
+_KEPT_DURATIONS = 10_000
 _KEPT_EVENTS = 50
 
 
-@dataclass(frozen=True, slots=True)
-class TrafficKey:
+class TrafficKey(NamedTuple):
     """What is added up: operations of one kind in one group, for one hook."""
 
     hook: str
@@ -34,16 +34,14 @@ class Traffic:
 
     calls: int = 0
     nbytes: int = 0
-    durations: list[int] = field(default_factory=list)
-    """Of the last 2,000."""
+    durations: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_DURATIONS))
+    """Of the last ones."""
 
-    def add(self, operation: Operation) -> None:
-        """Count an operation."""
-        self.calls += 1
-        self.nbytes += operation.record.nbytes
-        if len(self.durations) >= _KEPT_DURATIONS:
-            del self.durations[: _KEPT_DURATIONS // 2]
-        self.durations.append((operation.ended or 0) - operation.submitted)
+    def add(self, calls: int, nbytes: int, durations: Iterable[int]) -> None:
+        """Count operations."""
+        self.calls += calls
+        self.nbytes += nbytes
+        self.durations.extend(durations)
 
     @property
     def usual(self) -> float:
@@ -80,11 +78,6 @@ class RankSummary:
         """Whether the rank has stopped its recorder, as programs do that end by themselves."""
         return bool(self.descriptions.get("end"))
 
-    @property
-    def seconds(self) -> float:
-        """From its first record to its last."""
-        return (self.last - self.first) / 1e9
-
     def wall_time(self, time: int) -> float:
         """A time of this rank as seconds since 1970."""
         return float(self.header["started_wall"] + time - self.header["started"]) / 1e9
@@ -100,9 +93,9 @@ def summarize(ring: Ring) -> RankSummary:
         if operation.ended is None:
             pending.append(operation)
         elif not operation.error:
-            record = operation.record
+            record, duration = operation.record, operation.ended - operation.submitted
             hook = hooks.get((record.step, record.bucket), "") if record.bucket >= 0 else ""
-            traffic.setdefault(TrafficKey(hook, record.op, record.group), Traffic()).add(operation)
+            traffic.setdefault(TrafficKey(hook, record.op, record.group), Traffic()).add(1, record.nbytes, [duration])
     return RankSummary(
         rank=ring.rank,
         header=ring.header,
@@ -126,8 +119,5 @@ def total_traffic(ranks: Sequence[RankSummary]) -> dict[TrafficKey, Traffic]:
     total: dict[TrafficKey, Traffic] = {}
     for rank in ranks:
         for key, one in rank.traffic.items():
-            sums = total.setdefault(key, Traffic())
-            sums.calls += one.calls
-            sums.nbytes += one.nbytes
-            sums.durations += one.durations
+            total.setdefault(key, Traffic()).add(one.calls, one.nbytes, one.durations)
     return total

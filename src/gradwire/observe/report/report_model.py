@@ -1,4 +1,4 @@
-"""The model of a report: everything that it shows, calculated from the rings of all ranks. Pure; pages and texts lay it out.
+"""The model of a report: everything that it shows, calculated from the files of a run. Pages and texts lay it out.
 
 Note [Steps that are shown]
 A ring holds the last records of its rank, so ranks may have recorded different steps. What is compared between ranks (readiness) is
@@ -8,26 +8,29 @@ mean over a rank's complete steps without the slowest and the fastest 5 %, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gradwire.observe.hangs.hang_report import SavedHang
+from gradwire.errors import UsageError
+from gradwire.observe.hangs.hang_report import SavedHang, saved_hangs
 from gradwire.observe.report.rank_summary import RankSummary, Traffic, TrafficKey, summarize, total_traffic
 from gradwire.observe.rings.clocks import AlignedRings, Alignment, align
-from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, operations
-from gradwire.observe.rings.ring import Ring
+from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, operations, ranks_apart
+from gradwire.observe.rings.ring import Ring, RingFile, nothing_recorded, read_ring
 from gradwire.observe.rings.run_outcome import RunOutcome
-from gradwire.observe.stragglers.detect import Straggler, common_steps
+from gradwire.observe.rings.run_outcome import load as load_outcome
+from gradwire.observe.stragglers.detect import Straggler, ready_times, stragglers_over_time
 from gradwire.observe.stragglers.steps import Phase, Span, StepTimes, spans
-from gradwire.observe.stragglers.straggler_watch import stragglers_over_time
 from gradwire.runtime.rank_error import RankError
 
 _TRIMMED = 0.05
 _TIMELINE_RANKS = 4
 _MOST_SHOWN = 100
+_KEPT_RINGS = 8
 PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.EXPOSED, Phase.OPTIMIZER)
 
 
@@ -229,13 +232,11 @@ def _mean_phases(steps: Sequence[StepTimes]) -> dict[Phase, float]:
 
 
 def _lateness(times: Mapping[int, Sequence[StepTimes]]) -> dict[int, dict[int, float]]:
-    known = {rank: steps for rank, steps in times.items() if any(one.ready for one in steps)}
-    if len(known) < 2:
+    ready = ready_times({rank: steps for rank, steps in times.items() if any(one.ready for one in steps)})
+    if len(ready) < 2:
         return {}
-    common = set(common_steps(known))
-    ready = {rank: {one.step: one.last_ready for one in steps if one.step in common} for rank, steps in known.items()}
-    first = {step: min(row[step] for row in ready.values()) for step in sorted(common)}
-    return {rank: {step: (row[step] - first[step]) / 1e9 for step in first} for rank, row in ready.items()}
+    first = {step: min(row[step] for row in ready.values()) for step in next(iter(ready.values()))}
+    return {rank: {step: (at - first[step]) / 1e9 for step, at in row.items()} for rank, row in ready.items()}
 
 
 def _timelines(
@@ -288,3 +289,41 @@ def _timeline(
         rows.append(TimelineRow(rank, phases, buckets[:_MOST_SHOWN], inside[:_MOST_SHOWN], too_many))
     longest = max(one.seconds for one in times.values())
     return Timeline(title, step, longest, start, end, rows, len(times))
+
+
+def load_report(directory: Path) -> RunReport:
+    """The report of the run that was recorded in `directory`, in whatever state its ranks are."""
+    good: list[tuple[int, Path]] = []
+    damaged: dict[str, str] = {}
+    started = 0.0
+    for path in directory.glob("rank-*.ring"):
+        try:
+            with RingFile(path) as ring:
+                good.append((int(ring.header["rank"]), path))
+                started = max(started, int(ring.header["started_wall"]) / 1e9)
+        except (OSError, UsageError) as error:
+            damaged[path.name] = f"left out: {error}"
+    if not good:
+        raise nothing_recorded(directory, *damaged.values())
+    rings: Iterable[Ring] = StoredRings(path for _, path in sorted(good))
+    if len(good) == 1:
+        rings = ranks_apart(list(rings))
+    return build(
+        rings,
+        directory=directory,
+        hangs=saved_hangs(directory),
+        damaged=damaged,
+        outcome=load_outcome(directory, started=started),
+        errors={rank: raised for rank, _ in good if (raised := RankError.load(directory, rank)) is not None},
+    )
+
+
+class StoredRings(Iterable[Ring]):
+    """Rings that are read each time that they are gone through: 64 ranks have 4 million records. A few of them are kept."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._paths = list(paths)
+        self._read = lru_cache(_KEPT_RINGS)(read_ring)
+
+    def __iter__(self) -> Iterator[Ring]:
+        return map(self._read, self._paths)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -13,57 +12,43 @@ from gradwire.observe.rings.ring import COLLECTIVES, Record
 from gradwire.observe.stragglers.steps import MANY_LOST, Phase, StepFolder
 from gradwire.recorder.format import RecordKind
 
-_KEPT_DURATIONS = 100
-_KEPT_RECORDS = 20
-_KEPT_WARNINGS = 20
-_KEPT_FAILED = 20
-_KEPT_SUBMITTED = 100
-_KEPT_MESSAGES = 1000
-_KEPT_FORWARDS = 20
-
 Operation = tuple[int, int, int]
 """Identity of the group, rank in it (threads of one process may be several), and sequence number."""
 
 
-@dataclass
 class RankProgress:
     """What is known of one rank."""
 
-    rank: int
-    header: Mapping[str, Any]
-    groups: dict[int, dict[int, int]] = field(default_factory=dict)
-    """By the identity of a group: this rank's number in it, or those of the threads of this process, and its size; 0 if that is not
-    known."""
-    reached: dict[tuple[int, int], Record] = field(default_factory=dict)
-    """By group and rank in it: the last collective that was submitted, or finished without having been seen before."""
-    submitted: dict[tuple[int, int], deque[Record]] = field(default_factory=dict)
-    """By group and rank in it: the submissions of the last collectives."""
-    messages: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_MESSAGES))
-    """The last sends and receives that were submitted, or finished without having been seen before."""
-    pending: dict[Operation, Record] = field(default_factory=dict)
-    """Operations that were submitted and have not finished."""
-    waited: dict[Operation, int] = field(default_factory=dict)
-    """Since when a caller waits for a pending operation. Others run in the background."""
-    failed: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_FAILED))
-    """The submissions of operations that have failed."""
-    full: dict[tuple[int, int, int], Record] = field(default_factory=dict)
-    """By group, model and bucket: when it was full last."""
-    durations: dict[tuple[int, str], deque[int]] = field(default_factory=dict)
-    """By group and operation: how long the last ones took."""
-    last: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
-    """The last records."""
-    warnings: deque[Record] = field(default_factory=lambda: deque(maxlen=_KEPT_WARNINGS))
-    """The last warnings."""
-    step: int = -1
-    """The step that it is in, or was in last."""
-    folder: StepFolder = field(default_factory=StepFolder)
-    """The times of its last steps."""
-    forwards: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_FORWARDS))
-    """When its last forwards began."""
-    last_collective: Record | None = None
-    """The last record of a collective."""
-    descriptions: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """What records refer to: see `FlightRecorder.describe`."""
+    def __init__(self, rank: int, header: Mapping[str, Any]) -> None:
+        self.rank, self.header = rank, header
+        self.groups: dict[int, dict[int, int]] = {}
+        """By group: this rank's number in it, or those of the threads of this process, and its size; 0: not known."""
+        self.reached: dict[tuple[int, int], Record] = {}
+        """By group and rank in it: the last collective that was submitted, or finished without having been seen before."""
+        self.submitted: dict[tuple[int, int], deque[Record]] = {}
+        """By group and rank in it: the submissions of the last collectives."""
+        self.messages: deque[Record] = deque(maxlen=1000)
+        """The last sends and receives that were submitted, or finished without having been seen before."""
+        self.pending: dict[Operation, Record] = {}
+        """Operations that were submitted and have not finished."""
+        self.waited: dict[Operation, int] = {}
+        """Since when a caller waits for a pending operation. Others run in the background."""
+        self.failed: deque[Record] = deque(maxlen=20)
+        """The submissions of operations that have failed."""
+        self.full: dict[tuple[int, int, int], Record] = {}
+        """By group, model and bucket: when it was full last."""
+        self.durations: dict[tuple[int, str], deque[int]] = {}
+        """By group and operation: how long the last ones took."""
+        self.last: deque[Record] = deque(maxlen=20)
+        self.warnings: deque[Record] = deque(maxlen=20)
+        self.step = -1
+        """The step that it is in, or was in last."""
+        self.folder = StepFolder()
+        """The times of its last steps."""
+        self.forwards: deque[int] = deque(maxlen=20)
+        self.last_collective: Record | None = None
+        self.descriptions: Mapping[str, Sequence[Mapping[str, Any]]] = {}
+        """What records refer to: see `FlightRecorder.describe`."""
 
     def update(self, records: Iterable[Record], before: Iterable[Record] = ()) -> None:
         """Take new records into account. `before` is what matters of others before them: see `unfinished_rows`."""
@@ -75,7 +60,9 @@ class RankProgress:
             self.folder.forget_unfinished()
         for record in records:
             if self.last and not skipped and record.number - self.last[-1].number > MANY_LOST:
-                self._forget_unfinished()
+                self.pending.clear()  # records were overwritten unread: it is not known whether these have finished
+                self.waited.clear()
+                self.folder.forget_unfinished()
             skipped = False
             self.last.append(record)
             self.folder.add(record)
@@ -111,11 +98,6 @@ class RankProgress:
         """What it does in the step, if it trains a model."""
         return self.folder.tracker.phase
 
-    @property
-    def phase_since(self) -> int:
-        """When the phase began."""
-        return self.folder.tracker.start
-
     def _update_collective(self, record: Record) -> None:
         kind, key = record.kind, (record.group_id, record.rank, record.seq)
         self.last_collective = record
@@ -124,7 +106,7 @@ class RankProgress:
             self._reach(record)
         elif kind is RecordKind.COLLECTIVE_WAITED:
             self.waited.setdefault(key, record.time)
-        elif kind in (RecordKind.COLLECTIVE_FINISHED, RecordKind.COLLECTIVE_FAILED):
+        elif kind is not RecordKind.COLLECTIVE_STARTED:
             submitted = self.pending.pop(key, record)
             self.waited.pop(key, None)
             if submitted is record:
@@ -132,14 +114,8 @@ class RankProgress:
             if kind is RecordKind.COLLECTIVE_FAILED:
                 self.failed.append(submitted)
             else:
-                of_this = self.durations.setdefault((record.group_id, record.op), deque(maxlen=_KEPT_DURATIONS))
+                of_this = self.durations.setdefault((record.group_id, record.op), deque(maxlen=100))
                 of_this.append(record.duration)
-
-    def _forget_unfinished(self) -> None:
-        """Records were overwritten before they were read: of what was in flight, nobody knows whether it has finished."""
-        self.pending.clear()
-        self.waited.clear()
-        self.folder.forget_unfinished()
 
     def _reach(self, record: Record) -> None:
         member = record.group_id, record.rank
@@ -148,7 +124,7 @@ class RankProgress:
         known = self.reached.get(member)
         if record.ordinal and (known is None or record.ordinal > known.ordinal):
             self.reached[member] = record
-            self.submitted.setdefault(member, deque(maxlen=_KEPT_SUBMITTED)).append(record)
+            self.submitted.setdefault(member, deque(maxlen=100)).append(record)
 
     def usual_duration(self, record: Record) -> float:
         """The median of what operations like this one took here lately, in seconds; 0 if there were none."""

@@ -78,14 +78,11 @@ class RingFollower:
 
         before = np.concatenate([[self._next - 1], numbers[:-1]])
         for gap in np.flatnonzero(numbers != before + 1).tolist():
-            if numbers[gap] <= before[gap] or not self._is_never_written(int(before[gap]) + 1, int(new["time"][gap])):
+            # One that was missing before, or before others that are old, is a gap: see Note [No errors] in recorder/writer.py.
+            is_old = time.monotonic_ns() - int(new["time"][gap]) > _ABOUT_TO
+            if numbers[gap] <= before[gap] or not (is_old or before[gap] + 1 == self._gap):
                 return int(gap)
         return len(new)
-
-    def _is_never_written(self, number: int, later: int) -> bool:
-        """Whether a missing record is a gap (see Note [No errors] in recorder/writer.py), not about to be written. The next one was
-        at the time `later`."""
-        return number == self._gap or time.monotonic_ns() - later > _ABOUT_TO
 
     def poll_split(self, pending: Iterable[tuple[int, int, int]]) -> tuple[list[Record], list[Record]]:
         """As `poll`, for a reader that follows what is under way: the last records, and what it must know of those before.
@@ -113,8 +110,9 @@ def unfinished_rows(old: np.ndarray, rows: np.ndarray, pending: Iterable[tuple[i
     """
     import numpy as np
 
-    kinds, keys = old["kind"], _operation_keys(old)
-    finished = _operation_keys(rows[rows["kind"] == RecordKind.COLLECTIVE_FINISHED])
+    kinds, keys = old["kind"], _keys(old["group_id"], old["rank"], old["seq"])
+    over = rows[rows["kind"] == RecordKind.COLLECTIVE_FINISHED]
+    finished = _keys(over["group_id"], over["rank"], over["seq"])
     begun = np.isin(kinds, [RecordKind.COLLECTIVE_SUBMITTED, RecordKind.COLLECTIVE_WAITED])
     keep = begun & ~np.isin(keys, finished)
     ended = kinds == RecordKind.COLLECTIVE_FINISHED
@@ -129,25 +127,18 @@ def unfinished_rows(old: np.ndarray, rows: np.ndarray, pending: Iterable[tuple[i
     ):
         places = np.flatnonzero(chosen)
         places = places[np.lexsort([old[name][places] for name in order])]
-        group = [old[name][places] for name in order[1:]]
-        last = np.ones(len(places), bool)
-        for column in group:
-            last[:-1] &= column[1:] == column[:-1]
-        last[:-1] = ~last[:-1]
+        last = np.zeros(len(places), bool)
+        for column in [old[name][places] for name in order[1:]]:
+            last[:-1] |= column[1:] != column[:-1]
         last[-1:] = True
         keep[places[last]] = True
     return old[keep]
-
-
-def _operation_keys(rows: np.ndarray) -> np.ndarray:
-    import numpy as np
-
-    return _keys(rows["group_id"], rows["rank"].astype(np.uint64), rows["seq"].astype(np.uint64))
 
 
 def _keys(group_id: np.ndarray, rank: np.ndarray, seq: np.ndarray) -> np.ndarray:
     """Operations as numbers; that two have the same is as likely as that two groups have."""
     import numpy as np
 
-    mixed: np.ndarray = group_id ^ ((rank << np.uint64(32) | seq) * np.uint64(0x9E3779B97F4A7C15))
+    local = rank.astype(np.uint64) << np.uint64(32) | seq.astype(np.uint64)
+    mixed: np.ndarray = group_id ^ (local * np.uint64(0x9E3779B97F4A7C15))
     return mixed

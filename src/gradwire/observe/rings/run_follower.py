@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from gradwire.errors import UsageError
-from gradwire.observe.hangs.gradient_questions import SUBJECT, SUFFIX, Awaited, Question
+from gradwire.observe.hangs.gradient_questions import SUBJECT, SUFFIX, Awaited, ask, read_answers
 from gradwire.observe.hangs.stacks import Stack, read_stacks
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import state_of_writer
@@ -47,7 +47,8 @@ class RunFollower:
                 except UsageError as error:
                     self.damage[path.name] = f"left out: {error}"
                     continue
-                if self._is_of_earlier_run(follower.header):
+                header = follower.header
+                if self._since is not None and (header["clock"] != self._clock or header["started"] < self._since):
                     follower.close()
                     continue
                 self._followers[path] = follower
@@ -57,9 +58,6 @@ class RunFollower:
             rank = self.ranks[int(follower.header["rank"])]
             before, records = follower.poll_split(rank.pending)
             rank.update(records, before)
-
-    def _is_of_earlier_run(self, header: Mapping[str, Any]) -> bool:
-        return self._since is not None and (header["clock"] != self._clock or header["started"] < self._since)
 
     def read_descriptions(self) -> None:
         """Read what ranks have described: which parameters their buckets hold."""
@@ -97,21 +95,22 @@ class RunFollower:
     def stacks(self, ranks: Iterable[RankProgress], *, within: float = 1.0) -> dict[int, Sequence[Stack]]:
         """The stacks of these ranks, read at the same time, the main thread's first; none of those whose process is gone."""
         gone = (ProcessState.GONE, ProcessState.UNKNOWN)
-        asked = {rank.rank: rank for rank in ranks if self.state(rank) not in gone}
+        asked = {rank.rank: rank.header for rank in ranks if self.state(rank) not in gone}
         paths = {number: self.directory / f"rank-{number}.stacks" for number in asked}
-        found = read_stacks({paths[number]: asked[number].header for number in asked}, within=within)
+        found = read_stacks({paths[number]: header for number, header in asked.items()}, within=within)
         return {number: found[path] for number, path in paths.items()}
 
-    def ask(self, ranks: Iterable[RankProgress], *, within: float = 0.3) -> Callable[[], dict[int, Sequence[Awaited]]]:
+    def ask(self, ranks: Iterable[RankProgress], *, within: float = 0.3) -> Callable[[], dict[int, list[Awaited]]]:
         """Ask these ranks which gradients they wait for; what is returned returns the answers that have come in time."""
         silent = (ProcessState.GONE, ProcessState.UNKNOWN, ProcessState.STOPPED)
-        asked = {
-            self.directory / f"rank-{rank.rank}{SUFFIX}": (rank, how[-1])
+        since = time.monotonic_ns()
+        asked = [
+            rank.rank
             for rank in ranks
-            if (how := rank.descriptions.get(SUBJECT)) and self.state(rank) not in silent
-        }
-        question = Question({path: (rank.header, how) for path, (rank, how) in asked.items()})
-        return lambda: {asked[path][0].rank: answer for path, answer in question.answers(within=within).items()}
+            if (how := rank.descriptions.get(SUBJECT)) and self.state(rank) not in silent and ask(rank.header, how[-1])
+        ]
+        paths = {rank: self.directory / f"rank-{rank}{SUFFIX}" for rank in asked}
+        return functools.partial(read_answers, paths, since=since, within=within)
 
     def close(self) -> None:
         """Close the files."""

@@ -58,20 +58,8 @@ def load(directory: Path, *, started: float = 0.0) -> RunOutcome | None:
     """
     try:
         saved = json.loads((directory / FILE).read_text())
-        if not isinstance(saved["text"], str):
-            return None
-        ranks = tuple(
-            RankOutcome(int(one["rank"]), int(one["status"]), bool(one["stopped"]), _text(one["raised"]))
-            for one in saved["ranks"]
-        )
-        failed, time = saved["failed"], float(saved["time"])
-        outcome = RunOutcome(
-            saved["text"], None if failed is None else int(failed), _text(saved["signal"]), ranks, time
-        )
+        ranks = tuple(RankOutcome(**one) for one in saved["ranks"])
+        outcome = RunOutcome(**{**saved, "ranks": ranks})
+        return outcome if isinstance(outcome.text, str) and outcome.time >= started else None
     except (OSError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
         return None
-    return outcome if time >= started else None
-
-
-def _text(saved: object) -> str | None:
-    return None if saved is None else str(saved)

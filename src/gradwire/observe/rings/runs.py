@@ -41,14 +41,14 @@ def new_run(runs: Path, script: str) -> Path:
     name = _UNSAFE.sub("_", Path(script).stem) or "run"
     path = runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{os.getpid()}"
     path.mkdir(parents=True, mode=0o700)
-    write_private(
-        path / _LAUNCHER, json.dumps(_this_process()).encode()
-    )  # before its ranks write, it is in use already
+    launcher = {"pid": os.getpid(), "process_start": process_start(os.getpid()) or "", "clock": clock_identity()}
+    write_private(path / _LAUNCHER, json.dumps(launcher).encode())  # before its ranks write, it is in use already
     link = runs / f".{LATEST}.{os.getpid()}"
     link.unlink(missing_ok=True)
     link.symlink_to(path.name)
     os.replace(link, runs / LATEST)
-    for old in _runs(runs)[:-KEPT]:
+    known = [one for one in runs.iterdir() if _NAME.fullmatch(one.name) and one.is_dir() and not one.is_symlink()]
+    for old in sorted(known)[:-KEPT]:  # nothing else in there is touched
         if not _is_in_use(old):
             shutil.rmtree(old, ignore_errors=True)
     return path
@@ -101,22 +101,9 @@ def _is_in_use(run: Path) -> bool:
         try:
             with RingFile(path) as ring:
                 state = state_of_writer(ring.header)
-            if state is ProcessState.UNKNOWN:
-                if time.time() - path.stat().st_mtime < _WEEK:
-                    return True
-            elif state is not ProcessState.GONE:
+            recent = time.time() - path.stat().st_mtime < _WEEK
+            if recent if state is ProcessState.UNKNOWN else state is not ProcessState.GONE:
                 return True
         except (OSError, UsageError):  # not a ring that this version reads
             continue
     return False
-
-
-def _this_process() -> dict[str, object]:
-    return {"pid": os.getpid(), "process_start": process_start(os.getpid()) or "", "clock": clock_identity()}
-
-
-def _runs(runs: Path) -> list[Path]:
-    """The directories of runs, oldest first. Nothing else in there is touched."""
-    return sorted(
-        path for path in runs.iterdir() if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-    )

@@ -1,4 +1,4 @@
-"""Stragglers: which rank the others wait for, in which phase it is slow, and what a step would take without that. Pure.
+"""Stragglers: which rank the others wait for, in which phase it is slow, and what a step would take without that.
 
 Note [What counts as slow]
 A phase of a rank is compared, step by step, with the median of the other ranks in the same step, so that what is equal on all
@@ -20,6 +20,7 @@ each step would have taken: steps can differ more than ranks do, and then a diff
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,10 +28,19 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from gradwire.observe.stragglers.steps import COMPUTE, Phase, StepTimes
+from gradwire.observe.rings.clocks import aligned
+from gradwire.observe.rings.intervals import ranks_apart
+from gradwire.observe.rings.ring import read_rings
+from gradwire.observe.stragglers.steps import COMPUTE, Phase, StepTimes, step_times
 from gradwire.observe.units import milliseconds, ranks
 
 WINDOW = 20
+PERIOD = 1.0
+"""Seconds between two comparisons."""
+CONFIRM = 2.0
+"""Seconds for which a rank must be slow before it is reported: short steps fit 20 times into a hiccup of the machine."""
+CONFIRM_STEPS = WINDOW // 2
+"""Steps for which it must go on: of thousands of windows, some look slow by chance, if a phase takes now longer, now shorter."""
 _SHARE = 0.05
 _DEVIATIONS = 4.0
 _NOTICEABLE = 0.02
@@ -153,42 +163,37 @@ def common_steps(times: Times) -> list[int]:
     return sorted(set.intersection(*known)) if known else []
 
 
+def ready_times(times: Times) -> dict[int, dict[int, int]]:
+    """By rank and step: when its last bucket was ready, in the steps that all of these ranks have finished, in order."""
+    steps = common_steps(times)
+    last = {rank: {one.step: one.last_ready for one in row} for rank, row in times.items()}
+    return {rank: {step: row[step] for step in steps} for rank, row in last.items()}
+
+
 def compare(times: Times, steps: Sequence[int]) -> list[Straggler]:
     """The stragglers in these steps, which all of these ranks have finished."""
     if len(times) < 2 or not steps:
         return []
-    rows = {rank: _of_steps(row, steps) for rank, row in times.items()}
+    by_step = {rank: {one.step: one for one in row} for rank, row in times.items()}
+    rows = {rank: [row[step] for step in steps] for rank, row in by_step.items()}
     step_seconds = median(median(one.seconds for one in row) for row in rows.values())
     waits = any(one.backward_waits for row in rows.values() for one in row)
     phases = [phase for phase in COMPUTE if not waits or phase is not Phase.BACKWARD]
     slow = _noticeable([_slow_in(phase, rows) for phase in phases], step_seconds)
     ready = {rank: [one.last_ready for one in row] for rank, row in rows.items()}
     guilty = {rank: phases for rank, phases in slow.items() if _times_late(rank, ready, slow) > len(steps) / 2}
-    last = _times_last(ready)
+    last = Counter(max(ready, key=lambda rank: ready[rank][i]) for i in range(len(steps)))
     step_by_step = [median(one.seconds for one in column) for column in zip(*rows.values())]
     saved = _saved(guilty, ready)
     if fmean(saved) < _WORTH_SAVING * step_seconds:
         return []
     without = median(time - less for time, less in zip(step_by_step, saved))
-    found = [
-        Straggler(
-            rank,
-            tuple(one.summary for one in phases),
-            steps[0],
-            steps[-1],
-            len(steps),
-            last[rank],
-            step_seconds,
-            without,
-        )
-        for rank, phases in guilty.items()
-    ]
+    found = []
+    for rank, its in guilty.items():
+        summaries = tuple(one.summary for one in its)
+        where = steps[0], steps[-1], len(steps), last[rank]
+        found.append(Straggler(rank, summaries, *where, step_seconds, without))
     return sorted(found, key=lambda one: (-one.extra, one.rank))
-
-
-def _of_steps(row: Sequence[StepTimes], steps: Sequence[int]) -> list[StepTimes]:
-    by_step = {one.step: one for one in row}
-    return [by_step[step] for step in steps]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,11 +255,6 @@ def _deviation(values: Sequence[float]) -> float:
     return float(median(abs(value - middle) for value in values))
 
 
-def _times_last(ready: Mapping[int, Sequence[int]]) -> Counter[int]:
-    """In how many steps each rank was ready last."""
-    return Counter(max(ready, key=lambda rank: ready[rank][i]) for i in range(len(next(iter(ready.values())))))
-
-
 def _times_late(rank: int, ready: Mapping[int, Sequence[int]], slow: Mapping[int, Sequence[_Slow]]) -> int:
     """In how many steps a rank was ready later than any other usually is, except those that are about as slow.
 
@@ -276,3 +276,95 @@ def _saved(slow: Mapping[int, Sequence[_Slow]], ready: Mapping[int, Sequence[int
         for rank, row in ready.items()
     }
     return [max(0.0, max(now) - max(then)) / 1e9 for now, then in zip(zip(*ready.values()), zip(*without.values()))]
+
+
+# -- over time ---------------------------------------------------------------------------------------------------------------------
+
+
+def find_stragglers(run: str | os.PathLike[str]) -> list[Straggler]:
+    """The ranks that others waited for in a run, with the steps in which they did, in order. `run` is the directory of a run.
+
+    It may still go on, or be over.
+    """
+    rings = aligned(ranks_apart(read_rings(run)))
+    return stragglers_over_time({ring.rank: step_times(ring.records) for ring in rings})
+
+
+def stragglers_over_time(times: Times) -> list[Straggler]:
+    """The stragglers of all steps: windows are compared one after another, and those that agree are joined. One alone is chance,
+    unless there are no others. Pure."""
+    found: list[Straggler] = []
+    for rows in comparable(times):
+        steps = common_steps(rows)
+        by_step = {rank: {one.step: one for one in row} for rank, row in rows.items()}
+        now: dict[tuple[int, Phase], int] = {}  # by rank and phase: where the first of the windows that agree begins
+        begins = range(0, len(steps) - WINDOW + 1, CONFIRM_STEPS)
+        least = min(len(steps), WINDOW + CONFIRM_STEPS)
+        for begin in [*begins, len(steps)]:
+            window = steps[begin : begin + WINDOW]
+            part = {rank: [own[step] for step in window] for rank, own in by_step.items()}
+            here = {(one.rank, one.phase) for one in compare(part, window)}
+            for key in now.keys() - here:
+                together = steps[now.pop(key) : begin + WINDOW - CONFIRM_STEPS if window else None]
+                found += _joined(rows, together, key) if len(together) >= least else []
+            for key in here - now.keys():
+                now[key] = begin
+    return sorted(found, key=lambda one: (one.first_step, one.rank))
+
+
+def _joined(ranks: Times, steps: Sequence[int], key: tuple[int, Phase]) -> list[Straggler]:
+    """The straggler of several windows, from all their steps; if it is not one over all of them, from the first."""
+    for part in (steps, steps[:WINDOW]):
+        if same := [one for one in compare(ranks, part) if (one.rank, one.phase) == key]:
+            return same
+    return []
+
+
+class StragglerWatch:
+    """Compares ranks while they run. Reports a straggler once, again when it changes, and when it is one no longer."""
+
+    def __init__(self) -> None:
+        self.current: list[Straggler] = []
+        """The stragglers that have been confirmed."""
+        self._since: dict[tuple[int, Phase], tuple[float, int]] = {}
+        """When a rank was found to be slow for the first time, and the last step of that window."""
+        self._reported: dict[int, Straggler] = {}
+        self._seen: dict[int, int] = {}
+        """By rank that was reported: the step at which it was slow last."""
+        self._next = 0.0
+        self._finished: list[int] = []
+
+    def check(self, times: Times, now: float) -> list[str]:
+        """The lines to print at `now`, in seconds on any clock. `times` are the last steps of each rank, on one clock."""
+        finished = [row[-1].step for row in times.values() if row]
+        if now < self._next or finished == self._finished:
+            return []
+        self._next, self._finished = now + PERIOD, finished
+        found = slow_ranks(times)
+        since = {(one.rank, one.phase): (now, one.last_step) for one in found}
+        self._since = {key: self._since.get(key, begin) for key, begin in since.items()}
+        self.current = [one for one in found if self._is_confirmed(one, now)]
+        lines = describe(self.current) if any(map(self._is_new, self.current)) else []
+        if lines:
+            self._reported |= {one.rank: one for one in self.current}
+        return [*lines, *self._recovered(times, {one.rank for one in found})]
+
+    def _is_confirmed(self, one: Straggler, now: float) -> bool:
+        time, step = self._since[one.rank, one.phase]
+        return now - time >= CONFIRM and one.last_step - step >= CONFIRM_STEPS
+
+    def _is_new(self, one: Straggler) -> bool:
+        known = self._reported.get(one.rank)
+        return known is None or known.phase is not one.phase or not known.extra / 2 < one.extra < known.extra * 2
+
+    def _recovered(self, times: Times, slow: set[int]) -> list[str]:
+        """Ranks that were reported and have not been slow in a whole window since."""
+        lines = []
+        for rank, known in list(self._reported.items()):
+            step = times[rank][-1].step if times.get(rank) else known.last_step
+            if rank in slow:
+                self._seen[rank] = step
+            elif step - self._seen.setdefault(rank, step) >= WINDOW:
+                del self._reported[rank], self._seen[rank]
+                lines.append(f"rank {rank} is as fast as the others again (step {step})")
+        return lines

@@ -16,8 +16,8 @@ was ready is when its forward had ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 
 from gradwire.observe.rings.ring import Record
@@ -113,16 +113,16 @@ COMPUTE = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 """The phases in which a rank works on its own."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepTimes:
     """One step of one rank, from the end of the step before to its own end. Times are in nanoseconds on the rank's clock."""
 
     step: int
     start: int
     end: int
-    phases: Mapping[Phase, int]
+    phases: dict[Phase, int]
     """How long each phase took. Waiting counts as exposed communication, whatever the phase: see Note [Own time]."""
-    ready: Mapping[int, int]
+    ready: dict[int, int]
     """By bucket: when all its gradients were there."""
     nbytes: int = 0
     """Bytes of the collectives that finished."""
@@ -132,6 +132,19 @@ class StepTimes:
     """What the script has counted with `observe.samples`."""
     backward_waits: bool = False
     """Whether its backward includes the wait for averages: see Note [torch's DDP]."""
+
+    def spend(self, phase: Phase, time: int) -> None:
+        """Count time of a phase."""
+        self.phases[phase] = self.phases.get(phase, 0) + time
+
+    def join(self, before: StepTimes) -> None:
+        """Add what was done for another model in the same step, before this one."""
+        self.start, self.ready = before.start, {**before.ready, **self.ready}
+        for phase, time in before.phases.items():
+            self.spend(phase, time)
+        self.nbytes += before.nbytes
+        self.samples += before.samples
+        self.backward_waits |= before.backward_waits
 
     @property
     def seconds(self) -> float:
@@ -166,7 +179,6 @@ class StepFolder:
         """The phase that the rank is in."""
         self._phase_start = 0
         self._waits: list[tuple[int, int]] = []
-        self._launch_start: int | None = None
         self._pending: dict[tuple[int, int, int], int | None] = {}
         """By collective in flight: since when the rank has waited for it. None: it does not wait."""
         self._threads: set[int] = set()
@@ -174,8 +186,7 @@ class StepFolder:
         self._ranks: dict[int, int] = {}
         self.is_shared = False
         """Whether several ranks write this ring, as threads of one process: their phases cannot be separated."""
-        self._phases: dict[Phase, int] = {}
-        self._ready: dict[int, int] = {}
+        self._launch_start: int | None = None
         self._torch_forward: Record | None = None
         """The forward of torch's DDP in this step."""
         self._begin(None)
@@ -189,14 +200,14 @@ class StepFolder:
             if record.bucket < 0 and record.thread in self._threads:
                 self._pending[_key(record)] = time
         elif kind is RecordKind.COLLECTIVE_FINISHED:
-            self._nbytes += record.nbytes
+            self._now.nbytes += record.nbytes
             self._collective_finished(record)
         elif kind is RecordKind.COLLECTIVE_FAILED:
             self._pending.pop(_key(record), None)
         elif kind is RecordKind.BUCKET_FULL:
-            self._ready[record.bucket] = self._launch_start = time
+            self._now.ready[record.bucket] = self._launch_start = time
         elif kind is RecordKind.SAMPLES:
-            self._samples += record.nbytes
+            self._now.samples += record.nbytes
         elif kind is RecordKind.BUCKET_LAUNCHED:
             self._launch_start = None
         else:
@@ -233,8 +244,8 @@ class StepFolder:
         if span is not None:
             end = self._end_of_gradients(span) if kind is RecordKind.OPTIMIZER_BEGAN else span.end
             own = max(0, end - span.start - _covered(self._waits))
-            self._phases[span.phase] = self._phases.get(span.phase, 0) + own
-            self._phases[Phase.EXPOSED] = self._phases.get(Phase.EXPOSED, 0) + span.end - span.start - own
+            self._now.spend(span.phase, own)
+            self._now.spend(Phase.EXPOSED, span.end - span.start - own)
         self._waits.clear()
         self._phase_start = time
         if kind is RecordKind.STEP_ENDED:
@@ -250,36 +261,26 @@ class StepFolder:
         """When the last gradient of a backward was there, whose end was not recorded: see Note [torch's DDP]."""
         if span.phase is not Phase.BACKWARD or self._torch_forward is None:
             return span.end
-        if self._ready:
-            return min(span.end, max(self._ready.values()))
-        self._ready, self._backward_waits = {0: span.start}, True
+        if self._now.ready:
+            return min(span.end, self._now.last_ready)
+        self._now.ready, self._now.backward_waits = {0: span.start}, True
         return span.end
 
     def _step_ended(self, record: Record, end: int) -> None:
         """The step that `record` is of has ended."""
-        if self._start is not None and not self.is_shared:
-            times = StepTimes(
-                record.step,
-                self._start,
-                end,
-                self._phases,
-                self._ready,
-                self._nbytes,
-                record.group_id,
-                self._samples,
-                self._backward_waits,
-            )
-            if self.steps and self.steps[-1].step == times.step:  # two models are trained in turns
-                times = _joined(self.steps.pop(), times)
-            self.steps.append(times)
+        if self._is_timed and not self.is_shared:
+            now = self._now
+            now.step, now.end, now.group_id = record.step, end, record.group_id
+            if self.steps and self.steps[-1].step == now.step:  # two models are trained in turns
+                now.join(self.steps.pop())
+            self.steps.append(now)
         self._begin(end)
 
     def _begin(self, start: int | None) -> None:
-        self._start = start
-        self._phases, self._ready = {}, {}
-        self._nbytes = self._samples = 0
-        self._torch_forward, self._backward_waits = None, False
-        self._launch_start = None
+        """A step begins; without a `start` it is left out."""
+        self._is_timed = start is not None
+        self._now = StepTimes(-1, start or 0, 0, {}, {})
+        self._torch_forward = self._launch_start = None
 
 
 def step_times(records: Iterable[Record]) -> list[StepTimes]:
@@ -305,16 +306,3 @@ def _covered(intervals: list[tuple[int, int]]) -> int:
         total += max(0, end - max(start, reached))
         reached = max(reached, end)
     return total
-
-
-def _joined(a: StepTimes, b: StepTimes) -> StepTimes:
-    phases = {phase: a.phases.get(phase, 0) + b.phases.get(phase, 0) for phase in {**a.phases, **b.phases}}
-    return replace(
-        b,
-        start=a.start,
-        phases=phases,
-        ready={**a.ready, **b.ready},
-        nbytes=a.nbytes + b.nbytes,
-        samples=a.samples + b.samples,
-        backward_waits=a.backward_waits or b.backward_waits,
-    )

@@ -54,7 +54,7 @@ class ProfilerTraces:
                 self.skipped[str(path)] = str(error)
                 continue
             self.files += 1
-            yield from _Moved(trace, ring, alignments[ring.clock], origin, devices).events()
+            yield from _moved(trace, ring, alignments[ring.clock], origin, devices)
 
     def _find(self) -> Iterator[Path]:
         for path in self.paths:
@@ -76,9 +76,7 @@ def _load(path: Path) -> Mapping[str, Any]:
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise ValueError("it is not a trace")
     if not isinstance(trace.get("baseTimeNanoseconds"), int):
-        raise ValueError(
-            "it does not have the time at which it begins: it was not written by torch.profiler, or by another version"
-        )
+        raise ValueError("it lacks the time at which it begins: it was not written by this version of torch.profiler")
     return trace
 
 
@@ -95,47 +93,28 @@ def _ring_of(trace: Mapping[str, Any], rings: Sequence[Ring]) -> Ring:
     return found[0]
 
 
-class _Moved:
-    """The events of one trace, in the process of their rank."""
-
-    def __init__(
-        self, trace: Mapping[str, Any], ring: Ring, alignment: Alignment, origin: int, devices: Iterator[int]
-    ) -> None:
-        self._trace, self._ring, self._alignment, self._origin = trace, ring, alignment, origin
-        self._devices = devices
-        self._numbers: dict[int, int] = {}
-        header = ring.header
-        self._shift = int(trace["baseTimeNanoseconds"]) + int(header["started"]) - int(header["started_wall"])
-
-    def events(self) -> Iterator[Event]:
-        for event in self._trace["traceEvents"]:
-            if isinstance(event, dict) and isinstance(event.get("pid"), int):
-                yield from self._moved(event)
-
-    def _moved(self, event: Event) -> Iterator[Event]:
-        own = event["pid"] == self._ring.pid
+def _moved(
+    trace: Mapping[str, Any], ring: Ring, alignment: Alignment, origin: int, devices: Iterator[int]
+) -> Iterator[Event]:
+    """The events of one trace, in the process of their rank. Those before the first record have no place in the picture."""
+    shift = int(trace["baseTimeNanoseconds"]) + int(ring.header["started"]) - int(ring.header["started_wall"])
+    numbers = {ring.pid: ring.rank}
+    for event in trace["traceEvents"]:
+        if not isinstance(event, dict) or not isinstance(pid := event.get("pid"), int):
+            continue
+        if pid not in numbers:
+            numbers[pid] = next(devices)
+        tid, name, arguments = event.get("tid"), str(event.get("name")), event.get("args")
+        moved = {**event, "pid": numbers[pid], "tid": tid + _THREADS if isinstance(tid, int) else tid}
         if event.get("ph") == "M":
-            name = str(event.get("name"))
-            if own and name.startswith("process_"):
-                return  # the rank has a name
-            arguments = event.get("args")
+            moved.pop("ts", None)
             if name == "process_name" and isinstance(arguments, dict):
-                arguments = {"name": f"rank {self._ring.rank}: {arguments.get('name')}"}
-            yield {**self._placed(event), "args": arguments}
-        elif isinstance(event.get("ts"), (int, float)):
-            time = self._alignment.apply(self._shift + round(event["ts"] * 1e3)) - self._origin
-            if time >= 0:  # what was profiled before the first record has no place in the picture
-                moved = {**self._placed(event), "ts": time / 1e3}
-                if event.get("ph") in _FLOWS and "id" in event:
-                    moved["id"] = f"{self._ring.rank}.profiler.{event['id']}"
+                moved["args"] = {"name": f"rank {ring.rank}: {arguments.get('name')}"}
+            if pid != ring.pid or not name.startswith("process_"):  # the rank has a name
                 yield moved
-
-    def _placed(self, event: Event) -> Event:
-        """The event in its process of the picture, at no time."""
-        pid, tid = event["pid"], event.get("tid")
-        if pid == self._ring.pid:
-            number = self._ring.rank
-        else:
-            number = self._numbers.get(pid) or self._numbers.setdefault(pid, next(self._devices))
-        rest = {key: value for key, value in event.items() if key not in ("pid", "tid", "ts")}
-        return {**rest, "pid": number, "tid": tid + _THREADS if isinstance(tid, int) else tid}
+        elif isinstance(event.get("ts"), (int, float)):
+            moved["ts"] = (alignment.apply(shift + round(event["ts"] * 1e3)) - origin) / 1e3
+            if event.get("ph") in _FLOWS and "id" in event:
+                moved["id"] = f"{ring.rank}.profiler.{event['id']}"
+            if moved["ts"] >= 0:
+                yield moved

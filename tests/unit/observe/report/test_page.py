@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.observe.hangs.analysis import Stall
 from gradwire.observe.hangs.hang_report import SavedHang, as_dict
-from gradwire.observe.hangs.stalls import Stall
-from gradwire.observe.report.load import load_report
-from gradwire.observe.report.plain_text import render_text
-from gradwire.observe.report.render import render_page
-from gradwire.observe.report.report_model import build
+from gradwire.observe.report.render import render_page, render_text
+from gradwire.observe.report.report_model import build, load_report
 from gradwire.observe.rings.run_outcome import RunOutcome
 from gradwire.recorder.format import RecordKind as K
 from helpers.made_rings import MS, made_ring, mark, write_ring

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gradwire.observe.report.findings import find
-from gradwire.observe.report.plain_text import render_text
 from gradwire.observe.report.rank_summary import TrafficKey
-from gradwire.observe.report.render import render_page
+from gradwire.observe.report.render import render_page, render_text
 from gradwire.observe.report.report_model import build
 from gradwire.observe.rings.intervals import bucket_spans, operations, ranks_apart
 from gradwire.observe.stragglers.steps import Phase
