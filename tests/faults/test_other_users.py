@@ -466,7 +466,7 @@ class TestPlantedLinks:
     def test_a_hang_report(self, planted: Path) -> None:
         watch = HangWatch(RunFollower(planted))
         suspect = Suspect(0, 1, Cause.DEAD, ProcessState.GONE)
-        *_, line = watch._report(None, [suspect], watch._report_of(None, [suspect]))
+        *_, line = watch._print(watch._report_of(None, [suspect]))
         assert "saved as" in line
         assert [hang.file for hang in saved_hangs(planted)] == ["hang-1.json"]
 

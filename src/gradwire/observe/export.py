@@ -41,13 +41,7 @@ METRICS: Mapping[str, str] = {
     "gradwire_export_seconds": "how long the last export took",
 }
 """The metrics, by name."""
-_PHASES = {
-    Phase.DATA: "gradwire_data_seconds",
-    Phase.FORWARD: "gradwire_forward_seconds",
-    Phase.BACKWARD: "gradwire_backward_seconds",
-    Phase.EXPOSED: "gradwire_exposed_seconds",
-    Phase.OPTIMIZER: "gradwire_optimizer_seconds",
-}
+_PHASES = {phase: f"gradwire_{phase.name.lower()}_seconds" for phase in Phase}
 _SHARE = 0.01
 _MOST_RECORDS = 1024
 _STOP_WITHIN = 5.0
@@ -238,18 +232,14 @@ class PrometheusLog:
 
 
 def prometheus(*, port: int, rank: int) -> PrometheusLog:
-    """A `log` for `export` that Prometheus scrapes at http://127.0.0.1:port/metrics. Port 0 takes a free one: see `port`.
-
-    It listens on the loopback address only, in a thread of prometheus_client. Metrics have the label `rank`.
-    """
+    """A `log` for `export` that Prometheus scrapes at http://127.0.0.1:port/metrics. Port 0 takes a free one: see `port`. It
+    listens on the loopback address only, in a thread of prometheus_client. Metrics have the label `rank`."""
     return PrometheusLog(_package("prometheus_client", "prometheus"), port, rank)
 
 
 def opentelemetry_metrics(*, rank: int) -> Log:
-    """A `log` for `export` that sets a gauge for each metric, with the attribute `rank`.
-
-    Where they go is decided by the SDK that the program has set up; without one nothing happens.
-    """
+    """A `log` for `export` that sets a gauge for each metric, with the attribute `rank`. Where they go is decided by the SDK
+    that the program has set up; without one nothing happens."""
     meter = _package("opentelemetry.metrics", "opentelemetry").get_meter("gradwire")
     gauges: dict[str, Any] = {
         name: meter.create_gauge(name, unit="s" if name.endswith("_seconds") else "1", description=meaning)

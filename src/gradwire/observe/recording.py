@@ -119,9 +119,7 @@ def mark(text: str) -> None:
 
 def samples(number: int) -> None:
     """Count samples (or tokens, or whatever a batch has) that this rank processes: views and `--stats` show them per second.
-
-    Call it once for each batch, on every rank. Without a recorder it does nothing.
-    """
+    Call it once for each batch, on every rank. Without a recorder it does nothing."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise UsageError(f"observe.samples({number!r}): pass how many samples the batch has, a whole number.")
     recorder = writer.active

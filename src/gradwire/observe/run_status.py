@@ -121,10 +121,8 @@ def run_status(
     slow: frozenset[int] = frozenset(),
     warning: str = "",
 ) -> RunStatus:
-    """The status of a run of `size` ranks at `now`, from the steps that ended after `since`, or from the last 20.
-
-    Times are in nanoseconds on the clock of the ranks. `slow` are the stragglers, `warning` the last warning.
-    """
+    """The status of a run of `size` ranks at `now`, from the steps that ended after `since`, or from the last 20. Times are in
+    nanoseconds on the clock of the ranks. `slow` are the stragglers, `warning` the last warning."""
     chosen = {
         rank: list(one.steps)[-_STEPS:] if since is None else [step for step in one.steps if step.end > since]
         for rank, one in facts.items()
@@ -183,26 +181,29 @@ def _lateness(chosen: Mapping[int, Sequence[StepTimes]]) -> tuple[dict[int, floa
 
 def stats_line(status: RunStatus) -> str:
     """The status in one line, for log files."""
-    if not status.seconds:
-        parts = [without_figures(status), *filter(None, [status.ending])]
-        return ", ".join(parts) + _last_warning(status)
+    parts = _figures(status) if status.seconds else [without_figures(status)]
+    ended = [rank.rank for rank in status.ranks if rank.condition in (Condition.ENDED, Condition.STOPPED)]
+    if status.ending:
+        parts.append(status.ending)
+    elif ended and status.seconds:
+        parts.append(f"{len(ended)} rank{'s' if len(ended) > 1 else ''} ended or stopped")
+    return ", ".join(parts) + (f"; last warning: {status.warning}" if status.warning else "")
+
+
+def _figures(status: RunStatus) -> list[str]:
     whole, compute, exposed = map(milliseconds, (status.seconds, status.compute, status.exposed))
-    parts = [f"step {status.step}", f"{status.steps_per_second:.3g} steps/s", f"{whole} ms a step"]
-    if status.has_communication:
-        parts[-1] += f" (compute {compute}, exposed {exposed})"
-        parts.append(f"{size_text(status.nbytes)} a step")
+    parts = [f"step {status.step}", f"{status.steps_per_second:.3g} steps/s"]
     if status.samples_per_second:
-        parts.insert(2, f"{status.samples_per_second:,.0f} samples/s")
+        parts.append(f"{status.samples_per_second:,.0f} samples/s")
+    if status.has_communication:
+        parts += [f"{whole} ms a step (compute {compute}, exposed {exposed})", f"{size_text(status.nbytes)} a step"]
+    else:
+        parts.append(f"{whole} ms a step")
     if status.slowest is not None:
         parts.append(f"slowest rank {status.slowest.rank} ({milliseconds(status.slowest.late)} ms late)")
     if status.begun < len(status.ranks):
         parts.append(_recorded(status))
-    ended = [rank.rank for rank in status.ranks if rank.condition in (Condition.ENDED, Condition.STOPPED)]
-    if status.ending:
-        parts.append(status.ending)
-    elif ended:
-        parts.append(f"{len(ended)} rank{'s' * (len(ended) > 1)} ended or stopped")
-    return ", ".join(parts) + _last_warning(status)
+    return parts
 
 
 def without_figures(status: RunStatus) -> str:
@@ -210,18 +211,10 @@ def without_figures(status: RunStatus) -> str:
     if status.begun < len(status.ranks) and not status.seconds:
         return _recorded(status)
     if status.idle:
-        return f"step {status.step}, no step for {status.idle:.0f} s{waits_for(status)}"
+        missing = f", waiting for {ranks_text(status.missing)}" if status.missing else ""
+        return f"step {status.step}, no step for {status.idle:.0f} s{missing}"
     return f"step {status.step}, without step times" if status.step > 0 else "no step yet"
 
 
 def _recorded(status: RunStatus) -> str:
     return f"{status.begun} of {len(status.ranks)} ranks recorded{'' if status.ending else ' so far'}"
-
-
-def waits_for(status: RunStatus) -> str:
-    """Which ranks the others wait for, to be added to a line; empty if that is not known."""
-    return f", waiting for {ranks_text(status.missing)}" if status.missing else ""
-
-
-def _last_warning(status: RunStatus) -> str:
-    return f"; last warning: {status.warning}" if status.warning else ""

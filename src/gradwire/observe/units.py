@@ -24,11 +24,7 @@ def duration(seconds: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A number of milliseconds, to three digits.
-
-    >>> milliseconds(0.2401), milliseconds(0.00123), milliseconds(12.3)
-    ('240', '1.23', '12300')
-    """
+    """A number of milliseconds, to three digits: 0.00123 is 1.23, 12.3 is 12300."""
     value = seconds * 1e3
     return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
 

@@ -106,31 +106,23 @@ class FlightRecorder:
         try:
             os.posix_fallocate(fd, 0, size)  # see Note [A full disk]
             self._ring = mmap.mmap(fd, size)
+            HEADER.pack_into(self._ring, 0, MAGIC, VERSION, _SIZE, capacity, len(text))
+            self._ring[HEADER.size : HEADER.size + len(text)] = text
+            names = names_path(path)
+            names.unlink(missing_ok=True)  # not truncated: the ring of the run before may be read at this moment
+            self._names_file = os.open(names, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            os.write(self._names_file, b'0 ""\n')
         except BaseException:
             new.unlink(missing_ok=True)
             raise
         finally:
             os.close(fd)
-        HEADER.pack_into(self._ring, 0, MAGIC, VERSION, _SIZE, capacity, len(text))
-        self._ring[HEADER.size : HEADER.size + len(text)] = text
+        os.replace(new, path)  # a reader sees the whole header, and its names file exists
         self._names = {"": 0}
         self._next_name: Callable[[], int] = itertools.count(1).__next__
         self._descriptions: set[int] = set()
-        self._warnings_left = _MOST_WARNINGS
         self.warnings = 0
         """How many were recorded."""
-        try:
-            # Not truncated: the ring of the run before may be read at this moment.
-            names_path(path).unlink(missing_ok=True)
-            self._names_file = os.open(
-                names_path(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600
-            )
-            os.write(self._names_file, b'0 ""\n')
-        except BaseException:
-            new.unlink(missing_ok=True)
-            self._ring.close()
-            raise
-        os.replace(new, path)  # a reader sees the whole header, and its names file exists
         self._mask = capacity - 1
         self._next: Callable[[], int] = itertools.count().__next__
         self.thread = _Thread()
@@ -192,29 +184,23 @@ class FlightRecorder:
             if text in names:
                 return names[text]
         number = self._next_name()
-        line = f"{number} {json.dumps(text[:_LONGEST_NAME])}\n".encode()
-        if self._names_file < 0:
-            return 0
         try:
-            os.write(self._names_file, line)
-        except OSError:  # a full disk: training continues
+            os.write(self._names_file, f"{number} {json.dumps(text[:_LONGEST_NAME])}\n".encode())
+        except OSError:  # a full disk, or it was closed: training continues
             return 0
         names[text] = number
         return number
 
     def describe(self, subject: str, facts: Mapping[str, Any]) -> None:
-        """Write what records of `subject` (a word, such as "group") refer to, where no later record overwrites it.
-
-        Equal facts are written once. Like a record, a description that cannot be written is left out.
-        """
+        """Write what records of `subject` (a word, such as "group") refer to, where no later record overwrites it. Equal facts
+        are written once. Like a record, a description that cannot be written is left out."""
         try:
             line = f"{subject} {json.dumps(dict(facts))}\n".encode()
             known = self._descriptions
             if hash(line) in known or len(known) >= _MOST_DESCRIPTIONS or len(line) > _LONGEST_DESCRIPTION:
                 return
             known.add(hash(line))
-            if self._names_file >= 0:
-                os.write(self._names_file, line)
+            os.write(self._names_file, line)
         except (TypeError, ValueError, OSError):
             pass  # see Note [No errors]
 
@@ -224,8 +210,7 @@ class FlightRecorder:
         self.warnings += 1
         label = text if self.warnings <= _MOST_NAMES // 8 else TOO_MANY
         self.put(RecordKind.WARNING, member, label=label, place=Place(step))
-        if self._warnings_left > 0:
-            self._warnings_left -= 1
+        if self.warnings <= _MOST_WARNINGS:
             self.describe("warning", {"text": text, "step": step, "time": time.monotonic_ns()})
 
     def close(self) -> None:
@@ -258,29 +243,23 @@ _has_warned = False
 
 def add_report(error: BaseException) -> None:
     """Add the report of the other ranks' recorders to an error, once, as a note. Without a recorder nothing happens."""
-    report = reporter
+    global _has_warned
+    report, recorder = reporter, active
     noted = any(str(note).startswith(_REPORT_HEAD) for note in getattr(error, "__notes__", ()))
-    if report is None or active is None or noted or not _reporting.acquire(blocking=False):
+    if report is None or recorder is None or noted or not _reporting.acquire(blocking=False):
         return
     try:
         if lines := report():
             error.add_note("\n".join([_REPORT_HEAD, *lines]))
     except Exception as failure:  # the error itself is what matters
-        _report_failed(failure)
+        text = f"the flight recorders of other ranks could not be read for an error: {summary(failure)}"
+        recorder.warn(text, RankInGroup())
+        if not _has_warned:
+            _has_warned = True
+            with contextlib.suppress(Warning):  # a filter that raises must not replace the error
+                warnings.warn(f"gradwire: {text}. This is shown once.", RuntimeWarning, stacklevel=2)
     finally:
         _reporting.release()
-
-
-def _report_failed(failure: Exception) -> None:
-    """Record why an error has no report, and show it once."""
-    global _has_warned
-    text = f"the flight recorders of other ranks could not be read for an error: {summary(failure)}"
-    if active is not None:
-        active.warn(text, RankInGroup())
-    if not _has_warned:
-        _has_warned = True
-        with contextlib.suppress(Warning):  # a filter that raises must not replace the error
-            warnings.warn(f"gradwire: {text}. This is shown once.", RuntimeWarning, stacklevel=3)
 
 
 _NULL_CONTEXT = contextlib.nullcontext()

@@ -30,6 +30,7 @@ _OF_ANY_SIZE = frozenset({"gather", "scatter", "all_gather", "reduce_scatter", "
 _THREAD_WAITS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py", "/torch/autograd/graph.py")
 """Where a thread waits for others: the last is backward, which runs on a thread of its own for each GPU."""
 _IDLE = (*_THREAD_WAITS, "/selectors.py", "/socket.py", "/concurrent/futures/thread.py")
+_HOOK_DRIVERS = ("/gradwire/hooks/pump.py", "/gradwire/reducer/hook/torch_hooks.py")
 _MOST_OTHERS = 3
 _BEFORE_BACKWARD = (Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
 
@@ -153,21 +154,19 @@ def find_waiting(
     ranks: Sequence[RankProgress], now: int, *, deadline: float = SOFT_DEADLINE, failed: bool = False
 ) -> LongWait | None:
     """The collective that ranks have waited in for longest, if that is longer than `deadline` seconds and ten times the usual.
-
-    With `failed`, one that has failed since counts too, and one that no caller waits for yet: for a rank that has ended.
-    """
+    With `failed`, one that has failed since counts too, and one that no caller waits for yet: for a rank that has ended."""
     late = []
     for rank in ranks:
         for since, record in _waits(rank, failed=failed):
-            usual = 0.0 if failed else TIMES_USUAL * rank.usual_duration(record)
-            if (record.ordinal or record.peer >= 0) and (now - since) / 1e9 > max(deadline, usual):
-                late.append((not record.ordinal, since, rank.rank, record, max(deadline, usual)))
+            limit = max(deadline, 0.0 if failed else TIMES_USUAL * rank.usual_duration(record))
+            if (record.ordinal or record.peer >= 0) and (now - since) / 1e9 > limit:
+                late.append((not record.ordinal, since, rank.rank, record, limit))
     # Collectives first: more ranks wait in them, and all suspects are named.
     for _, since, _, record, limit in sorted(late, key=itemgetter(0, 1, 2)):
         members = _members(ranks, record.group_id)
         if not members:
             continue
-        size = max(member.progress.groups[record.group_id][member.number] for member in members)
+        size = max(m.progress.groups[record.group_id][m.number] for m in members)
         if record.ordinal:
             record = _usual(members, record)
             if not failed and size == len(members) and (now - _complete_since(members, record, now)) / 1e9 <= limit:
@@ -176,14 +175,10 @@ def find_waiting(
             members = [member for member in members if member.number in (record.rank, record.peer)]
             size = len({record.rank, record.peer})
         waits = [m for m in members if m.waits_in(record) or (failed and m.has_failed(record))]
-        return LongWait(
-            record,
-            (now - since) / 1e9,
-            tuple(m.rank for m in waits if not record.ordinal or _kind(m.submission(record)) == _kind(record)),
-            tuple(m.rank for m in members if not m.has_reached(record)),
-            tuple(members),
-            max(0, size - len(members)),
-        )
+        alike = tuple(m.rank for m in waits if not record.ordinal or _kind(m.submission(record)) == _kind(record))
+        missing = tuple(m.rank for m in members if not m.has_reached(record))
+        unknown = max(0, size - len(members))
+        return LongWait(record, (now - since) / 1e9, alike, missing, tuple(members), unknown)
     return None
 
 
@@ -200,11 +195,12 @@ def _waits(rank: RankProgress, *, failed: bool) -> Iterator[tuple[int, Record]]:
         return
     for record in (*rank.pending.values(), *rank.failed):
         reached = rank.reached.get((record.group_id, record.rank))
-        if not record.ordinal:
-            if record not in rank.failed or record is rank.failed[-1]:
-                yield record.time, record
-        elif reached is not None and reached.ordinal >> EPOCH_SHIFT == record.ordinal >> EPOCH_SHIFT:
-            yield record.time, record  # the group has not recovered since
+        if record.ordinal:  # of a group that has not recovered since
+            counts = reached is not None and reached.ordinal >> EPOCH_SHIFT == record.ordinal >> EPOCH_SHIFT
+        else:
+            counts = record not in rank.failed or record is rank.failed[-1]
+        if counts:
+            yield record.time, record
 
 
 def _members(ranks: Sequence[RankProgress], group_id: int) -> list[GroupMember]:
@@ -236,19 +232,15 @@ def is_same(a: Record, b: Record) -> bool:
     return message_key(a) == message_key(b)
 
 
-Answers = Callable[[], Mapping[int, Sequence[Awaited]]]
-"""Returns the answers of ranks that were asked."""
-
-
 def find_suspects(
     waiting: LongWait,
     *,
     state: Callable[[RankProgress], ProcessState],
     stacks: Callable[[Sequence[RankProgress]], Mapping[int, Sequence[Stack]]],
-    ask: Callable[[Sequence[RankProgress]], Answers] | None = None,
+    ask: Callable[[Sequence[RankProgress]], Callable[[], Mapping[int, Sequence[Awaited]]]] | None = None,
 ) -> list[Suspect]:
     """The ranks that keep the others waiting. `state` and `stacks` look at processes of ranks, `ask` asks them which gradients
-    they wait for."""
+    they wait for, and returns what returns the answers."""
     found = _to_blame(waiting, state)
     in_backward = [m.progress for m in found if _missing_bucket(m, waiting) >= 0 and not m.is_before_backward]
     asked = ask(in_backward) if ask is not None and in_backward else dict
@@ -262,15 +254,14 @@ def find_suspects(
 
 
 def _to_blame(waiting: LongWait, state: Callable[[RankProgress], ProcessState]) -> list[GroupMember]:
-    if waiting.missing:
-        return [member for member in waiting.members if member.rank in waiting.missing]
-    if odd := [member for member in waiting.members if _different(member, waiting) is not None]:
-        return odd
-    ended = (ProcessState.STOPPED, ProcessState.GONE)
-    if out := [member for member in waiting.members if state(member.progress) in ended]:
-        return out
-    # It runs in the background there. Its engine may need the interpreter, which C code may block.
-    return [member for member in waiting.members if member.is_elsewhere(waiting.record)]
+    members, ended = waiting.members, (ProcessState.STOPPED, ProcessState.GONE)
+    return (
+        [member for member in members if member.rank in waiting.missing]
+        or [member for member in members if _different(member, waiting) is not None]
+        or [member for member in members if state(member.progress) in ended]
+        # It runs in the background there. Its engine may need the interpreter, which C code may block.
+        or [member for member in members if member.is_elsewhere(waiting.record)]
+    )
 
 
 def _different(member: GroupMember, waiting: LongWait) -> Record | None:
@@ -300,11 +291,9 @@ def _missing_parameters(
     """The parameters of the bucket without a gradient; where that is not known all of them, and False."""
     record = waiting.record
     bucket = record.group_id, record.model, member.number, record.step, record.bucket
-    for answer in awaited:
-        if answer[:5] == bucket:
-            return answer.missing, True
-    names = parameters_of(record, record.bucket, [m.progress for m in waiting.members])
-    return names, member.is_before_backward
+    if (answer := next((one for one in awaited if one[:5] == bucket), None)) is not None:
+        return answer.missing, True
+    return parameters_of(record, record.bucket, [m.progress for m in waiting.members]), member.is_before_backward
 
 
 def _cause(
@@ -335,11 +324,9 @@ def process_cause(state: ProcessState, stack: Stack | None) -> Cause:
 
 
 def _shown_stack(stacks: Sequence[Stack], header: Mapping[str, Any], *, shared: bool) -> Stack | None:
-    """The stack of the thread that is in a hook, or else of the main thread: what other threads do does not keep the rank waiting.
-
-    Of ranks that are threads of one process, and where the main thread runs no user code: of the first thread that does and
-    that is not idle.
-    """
+    """The stack of the thread that is in a hook, or else of the main thread: what other threads do does not keep the rank
+    waiting. Of ranks that are threads of one process, and where the main thread runs no user code: of the first thread that does
+    and that is not idle."""
     in_hook = next((stack for stack in stacks if _is_in_hook(stack.frames)), None)
     if in_hook is not None or not stacks:
         return in_hook
@@ -364,10 +351,8 @@ def _is_busy(frames: Sequence[Frame], header: Mapping[str, Any]) -> bool:
 
 def _is_in_hook(frames: Sequence[Frame]) -> bool:
     """Whether a thread is in what a hook computes: what drives hooks has called something, and that is not a wait."""
-    for i, frame in enumerate(frames):
-        if frame.file.endswith(("/gradwire/hooks/pump.py", "/gradwire/reducer/hook/torch_hooks.py")):
-            return not any("/gradwire/groups/" in inner.file for inner in frames[:i])
-    return False
+    inner = list(takewhile(lambda frame: not frame.file.endswith(_HOOK_DRIVERS), frames))
+    return len(inner) < len(frames) and not any("/gradwire/groups/" in frame.file for frame in inner)
 
 
 def _missing_bucket(member: GroupMember, waiting: LongWait) -> int:

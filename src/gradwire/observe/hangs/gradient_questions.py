@@ -28,12 +28,11 @@ _STOP_WITHIN = 5.0
 
 
 class Awaited(NamedTuple):
-    """The gradients that a model waits for in a backward."""
+    """The gradients that a model waits for in a backward, on a rank of its group."""
 
     group_id: int
     model: int
     rank: int
-    """In the group."""
     step: int
     bucket: int
     """The bucket that is to be launched next."""

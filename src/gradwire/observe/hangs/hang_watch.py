@@ -57,24 +57,18 @@ _WITHIN_FOR_ERROR = 0.4
 
 @dataclass
 class _Report:
-    """A report that was printed, and the waits like it. See Note [Waits that end]."""
+    """A report, and the waits that it is about: for the same ranks, in the same operation. See Note [Waits that end]."""
 
-    number: int
-    """Of its file."""
+    file: Path | None
+    """None: there are too many."""
     facts: dict[str, Any] = field(default_factory=dict)
     longest: float = 0.0
-
-
-@dataclass
-class _OpenWait:
-    """A long wait that has not ended."""
-
-    wait: LongWait | Stall
-    suspects: Sequence[Suspect]
-    began: float
+    wait: LongWait | Stall | None = None
+    """The one that has not ended."""
+    suspects: Sequence[Suspect] = ()
+    began: float = 0.0
     """On the monotonic clock."""
-    report: _Report
-    is_reported: bool = False
+    is_printed: bool = False
 
     @property
     def record(self) -> Record | None:
@@ -90,7 +84,6 @@ class HangWatch:
         self.deadline = deadline
         """Seconds after which a wait is reported."""
         self._works = True
-        self._open: list[_OpenWait] = []
         self._looked_at_stall = False
         self._reports: dict[object, _Report] = {}
         self.next_look = time.monotonic() if deadline < math.inf else math.inf
@@ -98,10 +91,8 @@ class HangWatch:
 
     @property
     def waiting(self) -> LongWait | None:
-        """The collective in which ranks of this host have waited for longest, if longer than the deadline.
-
-        Of a run that is over: in which they waited at its end.
-        """
+        """The collective in which ranks of this host have waited for longest, if longer than the deadline. Of a run that is
+        over: in which they waited at its end."""
         if self.run.is_over:
             return find_waiting(self.run.local_ranks, self.run.now, deadline=-math.inf, failed=True)
         return find_waiting(self.run.local_ranks, time.monotonic_ns(), deadline=self.deadline)
@@ -146,52 +137,52 @@ class HangWatch:
         self.run.look()
         lines: list[str] = []
         waiting = self.waiting
-        stalled = waiting is None and self._is_stalled()
-        for one in list(self._open):
-            if not (
-                stalled if isinstance(one.wait, Stall) else any(m.waits_in(one.wait.record) for m in one.wait.members)
-            ):
-                self._open.remove(one)
-                lines += self._ended(one)
-        known = [one.record for one in self._open if one.record is not None]
+        idle = idle_seconds(self.run.local_ranks, time.monotonic_ns(), deadline=self.deadline)
+        stalled = waiting is None and idle is not None
+        for report in self._reports.values():
+            if isinstance(wait := report.wait, LongWait):
+                goes_on = any(member.waits_in(wait.record) for member in wait.members)
+            else:
+                goes_on = wait is None or stalled
+            if not goes_on:
+                lines += self._ended(report)
+        known = [report.record for report in self._reports.values() if report.record is not None]
         if waiting is not None and not any(is_same(record, waiting.record) for record in known):
-            self._begin(waiting, self.suspects(waiting))
+            self._report_of(waiting, self.suspects(waiting))
         elif stalled and not self._looked_at_stall and (found := self.stall()) is not None:
-            self._begin(*found)
+            self._report_of(*found)
         self._looked_at_stall = stalled
         now = time.monotonic()
-        for one in self._open:
-            if not one.is_reported and now - one.began > _TIMES_LONGEST * one.report.longest:
-                one.is_reported = True
-                lines += self._report(one.wait, one.suspects, one.report)
+        for report in self._reports.values():
+            if report.wait and not report.is_printed and now - report.began > _TIMES_LONGEST * report.longest:
+                lines += self._print(report)
         return lines
 
-    def _is_stalled(self) -> bool:
-        return idle_seconds(self.run.local_ranks, time.monotonic_ns(), deadline=self.deadline) is not None
-
-    def _begin(self, wait: LongWait | Stall, suspects: Sequence[Suspect]) -> None:
-        began = time.monotonic() - wait.seconds
-        self._open.append(_OpenWait(wait, suspects, began, self._report_of(wait, suspects)))
-
     def _report_of(self, wait: LongWait | Stall | None, suspects: Sequence[Suspect]) -> _Report:
-        """The report of waits like this one: for the same ranks, in the same operation."""
+        """The report of waits like this one, which has not ended."""
         record = wait.record if isinstance(wait, LongWait) else None
         what = None if record is None else (record.group_id, record.op, record.label)
         place = what, tuple((one.rank, one.cause) for one in suspects)
-        return self._reports.setdefault(place, _Report(len(self._reports) + 1))
+        number = len(self._reports) + 1
+        file = self.run.directory / f"hang-{number}.json" if number <= _MOST_FILES else None
+        report = self._reports.setdefault(place, _Report(file))
+        report.wait, report.suspects, report.is_printed = wait, suspects, False
+        report.began = time.monotonic() - (0.0 if wait is None else wait.seconds)
+        return report
 
-    def _ended(self, one: _OpenWait) -> list[str]:
-        if isinstance(one.wait, LongWait) and any(m.has_failed(one.wait.record) for m in one.wait.members):
+    def _ended(self, report: _Report) -> list[str]:
+        wait, record, report.wait = report.wait, report.record, None
+        if record is not None and isinstance(wait, LongWait) and any(m.has_failed(record) for m in wait.members):
             return []
-        report, seconds = one.report, time.monotonic() - one.began
+        seconds = time.monotonic() - report.began
         report.longest = max(report.longest, seconds)
         facts = report.facts
         facts |= {"ended": True, "count": facts.get("count", 0) + 1, "total": facts.get("total", 0.0) + seconds}
         self._save(report)
-        if not one.is_reported:
+        if not report.is_printed:
             return []
         what = "the wait has ended"
-        if (record := one.record) is not None:
+        if record is not None:
             what = f"{record.op} (operation #{record.seq} of {record.group}) has finished"
         again = f"further waits like it are reported after {_TIMES_LONGEST * report.longest:.0f} s"
         return [f"{what} after {seconds:.1f} s: ranks continue; {again}"]
@@ -204,10 +195,11 @@ class HangWatch:
             return None
         return find_stall(ranks, seconds, state=self.run.state, stacks=self.run.stacks(ranks))
 
-    def suspects(self, waiting: LongWait) -> list[Suspect]:
-        """The ranks that keep the others waiting, by a look at their processes."""
+    def suspects(self, waiting: LongWait, *, within: float = 1.0) -> list[Suspect]:
+        """The ranks that keep the others waiting, by a look at their processes, which have so many seconds to answer."""
         self.run.read_descriptions()
-        return find_suspects(waiting, state=self.run.state, stacks=self.run.stacks, ask=self.run.ask)
+        stacks = functools.partial(self.run.stacks, within=within)
+        return find_suspects(waiting, state=self.run.state, stacks=stacks, ask=self.run.ask)
 
     def _rank_ended(self, rank: int) -> list[str]:
         self.run.look()
@@ -225,28 +217,28 @@ class HangWatch:
             names = () if record is None else parameters_of(record, bucket, list(self.run.ranks.values()))
             pid = int(ended.header["pid"])
             suspects.append(Suspect(rank, pid, Cause.DEAD, ProcessState.GONE, bucket=bucket, parameters=tuple(names)))
-        report = self._report_of(waiting, suspects)
         line = standing(ended, self.run.state(ended), time.monotonic_ns())
-        return [line, *self._report(waiting, suspects, report)]
+        report = self._report_of(waiting, suspects)
+        lines = self._print(report)
+        report.wait = None  # which ends with the run
+        return [line, *lines]
 
-    def _report(self, wait: LongWait | Stall | None, suspects: Sequence[Suspect], report: _Report) -> list[str]:
-        report.facts = {**report.facts, **as_dict(wait, suspects), "ended": False}
-        problem = self._save(report)
+    def _print(self, report: _Report) -> list[str]:
+        report.is_printed = True
+        report.facts = {**report.facts, **as_dict(report.wait, report.suspects), "ended": False}
+        where = self._save(report)
         command = f"gradwire inspect {shlex.quote(str(self.run.directory))}"
-        where = f"not saved: {problem}" if problem else f"saved as {self.run.directory / f'hang-{report.number}.json'}"
-        return [*report_lines(wait, suspects), f"  {where}. To look again: {command}"]
+        return [*report_lines(report.wait, report.suspects), f"  {where}. To look again: {command}"]
 
     def _save(self, report: _Report) -> str:
-        """Save a report; returns why that was not possible, or nothing."""
-        if report.number > _MOST_FILES:
-            return f"there are {_MOST_FILES} reports already"
+        """Save a report; returns where, or why that was not possible."""
+        if report.file is None:
+            return f"not saved: there are {_MOST_FILES} reports already"
         try:
-            write_private(
-                self.run.directory / f"hang-{report.number}.json", json.dumps(report.facts, indent=1).encode() + b"\n"
-            )
+            write_private(report.file, json.dumps(report.facts, indent=1).encode() + b"\n")
         except OSError as error:  # a full disk: it is on the terminal all the same
-            return str(error.strerror)
-        return ""
+            return f"not saved: {error.strerror}"
+        return f"saved as {report.file}"
 
     def close(self) -> None:
         """Close the files."""
@@ -255,28 +247,22 @@ class HangWatch:
 
 def report_for_error(directory: Path) -> list[str]:
     """The hang report of the ranks in `directory` that are on this host, for the error of a rank whose collective has failed.
-
-    Under any launcher. Nothing if no collective has failed or is pending.
-    """
+    Under any launcher. Nothing if no collective has failed or is pending."""
     run = RunFollower(directory, tail=_TAIL_FOR_ERROR)
     try:
         run.look()
         waiting = find_waiting(run.local_ranks, run.now, deadline=-math.inf, failed=True)
         if waiting is None:
             return []
-        run.read_descriptions()
-        stacks = functools.partial(run.stacks, within=_WITHIN_FOR_ERROR)
-        suspects = find_suspects(waiting, state=run.state, stacks=stacks, ask=run.ask)
+        suspects = HangWatch(run).suspects(waiting, within=_WITHIN_FOR_ERROR)
         return report_lines(waiting, suspects, frames=_FRAMES_FOR_ERROR)
     finally:
         run.close()
 
 
 def idle_seconds(ranks: Sequence[RankProgress], now: int, *, deadline: float = SOFT_DEADLINE) -> float | None:
-    """For how long no rank has made progress, if that is longer than `deadline` and ten times as long as a step.
-
-    None where groups of gradwire are recorded, whose collectives show more, and before the first step.
-    """
+    """For how long no rank has made progress, if that is longer than `deadline` and ten times as long as a step. None where
+    groups of gradwire are recorded, whose collectives show more, and before the first step."""
     if len(ranks) < 2 or any(rank.groups or not rank.forwards for rank in ranks):
         return None
     seconds = min((now - rank.last[-1].time) / 1e9 for rank in ranks)

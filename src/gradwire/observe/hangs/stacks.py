@@ -92,11 +92,9 @@ def can_write_stacks() -> bool:
 
 
 def read_stacks(headers: Mapping[Path, Mapping[str, Any]], *, within: float = 1.0) -> dict[Path, list[Stack]]:
-    """The stacks of the threads of several ranks now, the main thread's first.
-
-    By the path of each rank's file of stacks and the header of its ring. All ranks are asked at the same time, and have
-    `within` seconds to answer. Those that do not, or are stopped, are looked at by py-spy, where it is installed.
-    """
+    """The stacks of the threads of several ranks now, the main thread's first. By the path of each rank's file of stacks and the
+    header of its ring. All ranks are asked at the same time, and have `within` seconds to answer. Those that do not, or are
+    stopped, are looked at by py-spy, where it is installed."""
     found: dict[Path, list[Stack]] = {path: [] for path in headers}
     asked = {path: begin for path, header in headers.items() if (begin := _ask(path, int(header["pid"]))) is not None}
     texts = dict.fromkeys(asked, "")

@@ -112,8 +112,8 @@ def history(rows: Sequence[StepRow], *, bins: int = 240) -> tuple[Chart, int]:
     labeled = -1000.0
     for row in found:
         if row.high > limit and x(row.step) - labeled >= 90:  # else a label would be drawn over another
-            labeled, left = x(row.step), x(row.step) > WIDTH / 2
-            place, anchor = (labeled - 7, "end") if left else (labeled + 7, "start")
+            labeled = x(row.step)
+            place, anchor = (labeled - 7, "end") if labeled > WIDTH / 2 else (labeled + 7, "start")
             chart.texts.append(Label(place, top + 4, duration(row.high), anchor, "over"))
     _step_axis(chart, first, last, top + height + 18)
     return chart, per_bin

@@ -21,10 +21,9 @@ _ABORTED = "GroupAborted"
 
 
 class FailedRecord(NamedTuple):
-    """Where something has failed."""
+    """Where something has failed, and when, in seconds since 1970."""
 
     time: float
-    """In seconds since 1970."""
     rank: int
     record: Record
 
@@ -44,7 +43,7 @@ class RunFailure:
 
     @property
     def ranks(self) -> list[int]:
-        """On which ranks."""
+        """Where it has failed."""
         return sorted({place.rank for place in self.places})
 
     @property

@@ -221,7 +221,7 @@ def _speed(report: RunReport) -> Iterator[Finding]:
     if total and mean[Phase.DATA] > _LARGE_SHARE * total:
         title = f"{mean[Phase.DATA] / total:.0%} of a step is spent on data, logging and the rest of the loop"
         detail = f"{duration(mean[Phase.DATA])} of {duration(total)} pass outside of forward, backward and optimizer."
-        advice = "Give the data loader more workers and pin_memory, prefetch, and look for .item(), prints and checkpoints in the loop."
+        advice = "Give the data loader more workers and pin_memory, prefetch, look for .item(), prints and checkpoints in the loop."
         yield Finding("warning", title, detail, advice)
 
 

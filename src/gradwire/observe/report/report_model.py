@@ -9,7 +9,7 @@ mean over a rank's complete steps without the slowest and the fastest 5 %, so th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
@@ -17,13 +17,13 @@ from typing import Any
 
 from gradwire.errors import UsageError
 from gradwire.observe.hangs.hang_report import SavedHang, saved_hangs
-from gradwire.observe.report.rank_summary import RankSummary, Traffic, TrafficKey, summarize, total_traffic
+from gradwire.observe.report.rank_summary import RankSummary, total_traffic
 from gradwire.observe.rings.clocks import AlignedRings, Alignment, align
 from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, operations, ranks_apart
 from gradwire.observe.rings.ring import Ring, RingFile, nothing_recorded, read_ring
 from gradwire.observe.rings.run_outcome import RunOutcome
 from gradwire.observe.rings.run_outcome import load as load_outcome
-from gradwire.observe.stragglers.detect import Straggler, ready_times, stragglers_over_time
+from gradwire.observe.stragglers.detect import ready_times, stragglers_over_time
 from gradwire.observe.stragglers.steps import Phase, Span, StepTimes, spans
 from gradwire.runtime.rank_error import RankError
 
@@ -89,29 +89,43 @@ class FirstNonFinite:
         return f"In step {self.step} the gradient of {self.parameter} was {what} on rank {self.ranks[0]}"
 
 
-@dataclass(frozen=True, slots=True)
 class RunReport:
-    """What a report shows."""
+    """What a report shows of these rings, which may be read from disk each time that they are gone through."""
 
-    directory: str
-    ranks: list[RankSummary]
-    clocks: Mapping[str, Alignment]
-    steps: list[StepRow]
-    phases: Mapping[int, Mapping[Phase, float]]
-    """By rank: seconds per step."""
-    timelines: list[Timeline]
-    traffic: Mapping[TrafficKey, Traffic]
-    lateness: Mapping[int, Mapping[int, float]]
-    """By rank and step: how long after the first rank it was ready, in seconds."""
-    stragglers: list[Straggler]
-    hangs: list[SavedHang]
-    """Reports that were saved during the run."""
-    damaged: Mapping[str, str]
-    """By name: files that cannot be read as a whole, and why."""
-    outcome: RunOutcome | None = None
-    """How the run has ended, if its launcher has saved it."""
-    errors: Mapping[int, RankError] = field(default_factory=dict)
-    """By rank: the exception that has ended it."""
+    def __init__(
+        self,
+        rings: Iterable[Ring],
+        *,
+        directory: str | Path = "",
+        hangs: Sequence[SavedHang] = (),
+        damaged: Mapping[str, str] | None = None,
+        outcome: RunOutcome | None = None,
+        errors: Mapping[int, RankError] | None = None,
+    ) -> None:
+        self.directory = str(directory)
+        self.hangs = hangs
+        """Reports that were saved during the run."""
+        self.damaged = damaged or {}
+        """By name: files that cannot be read as a whole, and why."""
+        self.outcome = outcome
+        """How the run has ended, if its launcher has saved it."""
+        self.errors = errors or {}
+        """By rank: the exception that has ended it."""
+        self.ranks = [RankSummary(ring) for ring in rings]
+        self.clocks = {rank.header["clock"]: Alignment(0, 0) for rank in self.ranks}
+        if len(self.clocks) > 1:
+            self.clocks = align(rings)
+            rings = AlignedRings(rings, self.clocks)
+            self.ranks = [RankSummary(ring) for ring in rings]
+        times = {rank.rank: rank.steps for rank in self.ranks}
+        self.steps = _step_rows(times)
+        self.phases = {rank: _mean_phases(steps) for rank, steps in times.items()}
+        """By rank: seconds per step."""
+        self.timelines = _timelines(rings, self.steps, times)
+        self.traffic = total_traffic(self.ranks)
+        self.lateness = _lateness(times)
+        """By rank and step: how long after the first rank it was ready, in seconds."""
+        self.stragglers = stragglers_over_time(times)
 
     @property
     def first_nonfinite(self) -> FirstNonFinite | None:
@@ -175,41 +189,6 @@ class RunReport:
     def described(self, subject: str) -> list[dict[str, Any]]:
         """What the first rank that has written anything has written about `subject`, the latest last."""
         return next((rank.descriptions[subject] for rank in self.ranks if rank.descriptions.get(subject)), [])
-
-
-def build(
-    rings: Iterable[Ring],
-    *,
-    directory: str | Path = "",
-    hangs: Sequence[SavedHang] = (),
-    damaged: Mapping[str, str] | None = None,
-    outcome: RunOutcome | None = None,
-    errors: Mapping[int, RankError] | None = None,
-) -> RunReport:
-    """The report of these rings, which may be read from disk each time that they are gone through."""
-    summaries = [summarize(ring) for ring in rings]
-    clocks = {rank.header["clock"]: Alignment(0, 0) for rank in summaries}
-    if len(clocks) > 1:
-        clocks = align(rings)
-        rings = AlignedRings(rings, clocks)
-        summaries = [summarize(ring) for ring in rings]
-    times = {rank.rank: rank.steps for rank in summaries}
-    rows = _step_rows(times)
-    return RunReport(
-        directory=str(directory),
-        ranks=summaries,
-        clocks=clocks,
-        steps=rows,
-        phases={rank: _mean_phases(steps) for rank, steps in times.items()},
-        timelines=_timelines(rings, rows, times),
-        traffic=total_traffic(summaries),
-        lateness=_lateness(times),
-        stragglers=stragglers_over_time(times),
-        hangs=list(hangs),
-        damaged=dict(damaged or {}),
-        outcome=outcome,
-        errors=errors or {},
-    )
 
 
 def _step_rows(times: Mapping[int, Sequence[StepTimes]]) -> list[StepRow]:
@@ -308,7 +287,7 @@ def load_report(directory: Path) -> RunReport:
     rings: Iterable[Ring] = StoredRings(path for _, path in sorted(good))
     if len(good) == 1:
         rings = ranks_apart(list(rings))
-    return build(
+    return RunReport(
         rings,
         directory=directory,
         hangs=saved_hangs(directory),

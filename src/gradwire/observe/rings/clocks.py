@@ -2,11 +2,10 @@
 
 Note [Clocks from causes]
 Ranks of one host share the monotonic clock. Those of different hosts are aligned by what they did together: an all-reduce cannot
-end on one rank before it was submitted on another. Each such pair bounds the difference of the two clocks from one side, and the
-pairs in the other direction from the other; a message, which is not received before it was sent, bounds it from one side. Clocks
-drift, by up to 50 millionths or 180 ms in an hour, so the difference is a line: the one that stays furthest from all bounds, and
-in a short time a constant. So nothing has to be measured while the job runs, the wall clocks of the hosts need not agree, and in
-the merged trace no effect comes before its cause.
+end on one rank before it was submitted on another, and a message is not received before it was sent. Each such pair bounds the
+difference of the two clocks from one side. Clocks drift, by up to 50 millionths or 180 ms in an hour, so the difference is a line:
+the one that stays furthest from all bounds, and in a short time a constant. Nothing has to be measured while the job runs, and
+in the merged trace no effect comes before its cause.
 """
 
 from __future__ import annotations
@@ -99,11 +98,9 @@ _Bounds = Sequence[tuple[int, int]]
 
 
 def fit_line(lower: _Bounds, upper: _Bounds) -> Alignment:
-    """The line above all of `lower` and below all of `upper`, neither of which is empty, that is furthest from them.
-
-    For a slope, the room between the highest line below and the lowest line above is a concave function: its maximum is found by
-    zooming in. If no line keeps all bounds, e.g. because a clock was set, `error` is by how much this one fails.
-    """
+    """The line above all of `lower` and below all of `upper`, neither of which is empty, that is furthest from them. For a
+    slope, the room between the highest line below and the lowest line above is a concave function: its maximum is found by
+    zooming in. If no line keeps all bounds, e.g. because a clock was set, `error` is by how much this one fails."""
     import numpy as np
 
     times = [time for time, _ in (*lower, *upper)]

@@ -35,11 +35,8 @@ class BucketSpan:
 
 
 def operations(records: Iterable[Record]) -> list[Operation]:
-    """The operations in `records`, in the order of their submission.
-
-    The submission of an operation may have been overwritten, or not recorded because it ended within it: then it is calculated
-    from the end and the duration.
-    """
+    """The operations in `records`, in the order of their submission. The submission of an operation may have been overwritten,
+    or not recorded because it ended within it: then it is calculated from the end and the duration."""
     found: list[Operation] = []
     pending: dict[tuple[int, int, int], Operation] = {}
     for record in records:
@@ -76,10 +73,8 @@ def bucket_spans(records: Iterable[Record]) -> list[BucketSpan]:
 
 
 def ranks_apart(rings: Sequence[Ring]) -> list[Ring]:
-    """A ring for each rank, also if ranks are threads of one process, which writes one ring.
-
-    Records that do not name a rank of the common group, e.g. of optimizers, belong to the rank of their thread.
-    """
+    """A ring for each rank, also if ranks are threads of one process, which writes one ring. Records that do not name a rank of
+    the common group, e.g. of optimizers, belong to the rank of their thread."""
     if len(rings) != 1:
         return list(rings)
     [ring] = rings

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _UNKNOWN = "?"
 _P2P = frozenset({"send", "recv"})
-_KINDS = (None, *RecordKind)
+_KINDS: tuple[Any, ...] = (None, *RecordKind)
 """By number. Kinds count from 1 without a gap."""
 COLLECTIVES = frozenset(kind for kind in RecordKind if kind.name.startswith("COLLECTIVE_"))
 """Records of collectives, sends and receives."""
@@ -199,12 +199,9 @@ class RingFile:
         for row in rows.tolist():
             number, time, group_id, ordinal, nbytes, duration, thread, group, label, seq, step, bucket, *rest = row
             code, op, rank, peer, model = rest
-            kind, on_device, name = _KINDS[code], False, ""
-            assert kind is not None
-            message, other = -1, -1
+            kind, on_device, name, message, other = _KINDS[code], False, "", -1, -1
             if kind in COLLECTIVES:
-                if op >= ON_DEVICE:
-                    on_device, op = True, op - ON_DEVICE
+                on_device, op = op >= ON_DEVICE, op % ON_DEVICE
                 name = ops[op] if op < len(ops) else ""
                 if name in _P2P:
                     message, other = (ordinal, peer) if peer != NO_PEER else (-1, -1)

@@ -20,7 +20,7 @@ _ABOUT_TO = 1_000_000_000
 """After so many nanoseconds a record that is missing between others is not written any more."""
 
 
-class RingFollower:
+class RingFollower(RingFile):
     """Reads what a rank has written since the last time."""
 
     _FIRST, _MOST = 64, 16384
@@ -28,34 +28,30 @@ class RingFollower:
 
     def __init__(self, path: Path, *, tail: int | None = None) -> None:
         """Begins with the oldest record, or with about the last `tail`."""
-        self._file = RingFile(path)
-        self.header = self._file.header
-        self.is_replaced = self._file.is_replaced
-        self.read_descriptions = self._file.read_descriptions
-        self._next = 0 if tail is None else max(0, self._file.newest() - tail)
+        super().__init__(path)
+        self._next = 0 if tail is None else max(0, self.newest() - tail)
         self._gap = -1
         """The record that was to come next at the end of the last call."""
 
     def poll(self, *, most: int | None = None) -> list[Record]:
         """The records since the last call, as far as they have not been overwritten; of more than `most`, about the last half."""
-        found = self.poll_rows(most=most)
-        return self._file.records(found) if len(found) else []
+        return self.records(self.poll_rows(most=most))
 
     def poll_rows(self, *, most: int | None = None) -> np.ndarray:
         """As `poll`, as rows of `record_dtype`."""
         import numpy as np
 
-        capacity = self._file.capacity
-        if most is not None and most < capacity and self._file.has(self._next + most):
-            self._next = max(self._next, self._file.newest() - most // 2)
+        capacity = self.capacity
+        if most is not None and most < capacity and self.has(self._next + most):
+            self._next = max(self._next, self.newest() - most // 2)
         parts: list[np.ndarray] = []
         count, left = min(self._FIRST, capacity), 2 * (capacity + self._MOST)
         while left > 0:  # a rank that writes faster than we read must not keep us
             left -= count
             begin, slot = self._next, self._next % capacity
-            new = self._file.read(slot, min(count, capacity - slot), least=begin)
+            new = self.read(slot, min(count, capacity - slot), least=begin)
             if slot + count > capacity:
-                new = np.concatenate([new, self._file.read(0, slot + count - capacity, least=begin)])
+                new = np.concatenate([new, self.read(0, slot + count - capacity, least=begin)])
             if not len(new):
                 break
             numbers = new["number"].astype(np.int64)
@@ -85,29 +81,21 @@ class RingFollower:
         return len(new)
 
     def poll_split(self, pending: Iterable[tuple[int, int, int]]) -> tuple[list[Record], list[Record]]:
-        """As `poll`, for a reader that follows what is under way: the last records, and what it must know of those before.
-
-        Of many new records all but the last are reduced to those that still matter: see `unfinished_rows`. `pending` are the
-        operations (group, rank in it, sequence number) that had not finished.
-        """
+        """As `poll`, for a reader that follows what is under way: the last records, and what it must know of those before. Of
+        many new records all but the last are reduced to those that still matter: see `unfinished_rows`. `pending` are the
+        operations (group, rank in it, sequence number) that had not finished."""
         rows = self.poll_rows()
         if len(rows) <= 2 * _TAIL:
-            return [], self._file.records(rows)
+            return [], self.records(rows)
         tail = rows[-_TAIL:]
         tail = tail[(tail["kind"] != RecordKind.COLLECTIVE_STARTED) | (tail["number"] + 20 > tail["number"][-1])]
-        return self._file.records(unfinished_rows(rows[:-_TAIL], rows, pending)), self._file.records(tail)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        return self.records(unfinished_rows(rows[:-_TAIL], rows, pending)), self.records(tail)
 
 
 def unfinished_rows(old: np.ndarray, rows: np.ndarray, pending: Iterable[tuple[int, int, int]]) -> np.ndarray:
-    """Of `old`, the beginning of `rows`, what a reader needs that knows nothing of it but what was `pending` before.
-
-    That is all of operations that have not finished by the end of `rows`, the end of those that were pending, failures, the last
-    messages, the highest collective of each group, the last filling of each bucket, groups and warnings.
-    """
+    """Of `old`, the beginning of `rows`, what a reader needs that knows nothing of it but what was `pending` before. That is all
+    of operations that have not finished by the end of `rows`, the end of those that were pending, failures, the last messages,
+    the highest collective of each group, the last filling of each bucket, groups and warnings."""
     import numpy as np
 
     kinds, keys = old["kind"], _keys(old["group_id"], old["rank"], old["seq"])

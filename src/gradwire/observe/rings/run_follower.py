@@ -18,11 +18,9 @@ from gradwire.runtime.host import ProcessState, clock_identity
 
 
 class RunFollower:
-    """The ranks of one run, as far as they have been recorded in `directory`.
-
-    `since`: rings that were begun before, in nanoseconds on the monotonic clock, are of an earlier run, and not looked at.
-    `tail`: begin with about the last so many records of a rank; reading all of a full ring takes a while.
-    """
+    """The ranks of one run, as far as they have been recorded in `directory`. `since`: rings that were begun before, in
+    nanoseconds on the monotonic clock, are of an earlier run, and not looked at. `tail`: begin with about the last so many
+    records of a rank; reading all of a full ring takes a while."""
 
     def __init__(self, directory: Path, *, since: int | None = None, tail: int | None = None) -> None:
         self.directory = directory

@@ -52,10 +52,8 @@ def save(directory: Path, outcome: RunOutcome) -> None:
 
 
 def load(directory: Path, *, started: float = 0.0) -> RunOutcome | None:
-    """What was saved, if it can be read: a launcher that was killed has saved nothing, and others never do.
-
-    Nothing if ranks have `started` to record since, in seconds since 1970: then it is that of an earlier run.
-    """
+    """What was saved, if it can be read: a launcher that was killed has saved nothing, and others never do. Nothing if ranks
+    have `started` to record since, in seconds since 1970: then it is that of an earlier run."""
     try:
         saved = json.loads((directory / FILE).read_text())
         ranks = tuple(RankOutcome(**one) for one in saved["ranks"])

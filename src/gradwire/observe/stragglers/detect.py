@@ -4,17 +4,15 @@ Note [What counts as slow]
 A phase of a rank is compared, step by step, with the median of the other ranks in the same step, so that what is equal on all
 ranks (long sequences, a cold cache) does not matter. The median of these differences over 20 steps is what the rank takes more.
 It is slow if that is beyond 5 % of what the phase takes on the others, beyond 4 times the median absolute deviation of the other
-ranks' differences, and beyond 4 standard errors of the median itself. A slow phase makes a straggler of a rank if the others wait
-for it: in more than half of the steps its last bucket is ready later than that of any other rank usually is. "Usually", because
-on a busy machine some rank is delayed by chance in every step, and is then the last one. Ranks that are about as slow, such as
-those of a slow host, are stragglers together. And it must be noticeable: what a rank takes more is at least 2 % of the step, and
-on average, a step would be at least 1 % shorter without it.
+ranks' differences, and beyond 4 standard errors of the median itself. A slow phase makes a straggler of a rank if in more than
+half of the steps its last bucket is ready later than that of any other rank usually is: on a busy machine some rank is last by
+chance in every step. Ranks that are about as slow, such as those of a slow host, are stragglers together. What a rank takes more
+must be at least 2 % of the step, and on average, a step would be at least 1 % shorter without it.
 
 Note [What if]
 Ranks meet when the last of them is ready. If the slow phases had taken what they take on the others, each slow rank would have
 been ready earlier by the difference, and the step would have ended earlier by as much as the last of all ranks would have been
-ready earlier. What follows, the exposed communication, is assumed to take as long as before. The prediction is the median of what
-each step would have taken: steps can differ more than ranks do, and then a difference of two medians is further off.
+ready earlier. Exposed communication is assumed to take as long as before. The prediction is the median over the steps.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
@@ -59,6 +57,13 @@ class SlowPhase:
     seconds: float
     usual: float
     """What it takes on the other ranks."""
+    differences: Sequence[float] = field(default=(), repr=False, compare=False)
+    """From the other ranks, in each step, in nanoseconds."""
+
+    @property
+    def extra(self) -> float:
+        """What it takes more than on the others."""
+        return self.seconds - self.usual
 
     def __str__(self) -> str:
         return f"{self.phase.value} ({milliseconds(self.seconds)} ms, the others take {milliseconds(self.usual)})"
@@ -90,7 +95,7 @@ class Straggler:
     @property
     def extra(self) -> float:
         """Seconds per step that it takes more than the others."""
-        return sum(one.seconds - one.usual for one in self.slow)
+        return sum(one.extra for one in self.slow)
 
     def __str__(self) -> str:
         return (
@@ -137,10 +142,8 @@ Times = Mapping[int, Sequence[StepTimes]]
 
 
 def slow_ranks(times: Times, *, window: int = WINDOW) -> list[Straggler]:
-    """The stragglers in the last `window` steps that all ranks of a group have finished, the one that costs most first.
-
-    Empty with fewer steps or ranks than it takes to compare.
-    """
+    """The stragglers in the last `window` steps that all ranks of a group have finished, the one that costs most first. Empty
+    with fewer steps or ranks than it takes to compare."""
     found = []
     for rows in comparable(times):
         steps = common_steps(rows)[-window:]
@@ -190,24 +193,12 @@ def compare(times: Times, steps: Sequence[int]) -> list[Straggler]:
     without = median(time - less for time, less in zip(step_by_step, saved))
     found = []
     for rank, its in guilty.items():
-        summaries = tuple(one.summary for one in its)
         where = steps[0], steps[-1], len(steps), last[rank]
-        found.append(Straggler(rank, summaries, *where, step_seconds, without))
+        found.append(Straggler(rank, tuple(its), *where, step_seconds, without))
     return sorted(found, key=lambda one: (-one.extra, one.rank))
 
 
-@dataclass(frozen=True, slots=True)
-class _Slow:
-    summary: SlowPhase
-    differences: Sequence[float]
-    """From the other ranks, in each step, in nanoseconds."""
-
-    @property
-    def extra(self) -> float:
-        return self.summary.seconds - self.summary.usual
-
-
-def _noticeable(by_phase: Sequence[Mapping[int, _Slow]], step_seconds: float) -> dict[int, list[_Slow]]:
+def _noticeable(by_phase: Sequence[Mapping[int, SlowPhase]], step_seconds: float) -> dict[int, list[SlowPhase]]:
     """By rank: the phases that make it slow, the one that costs most first."""
     slow = {}
     for rank in {rank for found in by_phase for rank in found}:
@@ -218,7 +209,7 @@ def _noticeable(by_phase: Sequence[Mapping[int, _Slow]], step_seconds: float) ->
     return slow
 
 
-def _slow_in(phase: Phase, rows: Times) -> dict[int, _Slow]:
+def _slow_in(phase: Phase, rows: Times) -> dict[int, SlowPhase]:
     """By rank that is slow in `phase`: how slow."""
     table = {rank: [one.phases.get(phase, 0) for one in row] for rank, row in rows.items()}
     columns = [sorted(column) for column in zip(*table.values())]
@@ -231,7 +222,7 @@ def _slow_in(phase: Phase, rows: Times) -> dict[int, _Slow]:
         spread = _deviation([value for other, value in more.items() if other != rank])
         typical = median(usual[rank])
         if more[rank] > max(_SHARE * typical, _DEVIATIONS * spread, _DEVIATIONS * noise, 0):
-            slow[rank] = _Slow(SlowPhase(phase, (typical + more[rank]) / 1e9, typical / 1e9), row)
+            slow[rank] = SlowPhase(phase, (typical + more[rank]) / 1e9, typical / 1e9, row)
     return slow
 
 
@@ -255,11 +246,9 @@ def _deviation(values: Sequence[float]) -> float:
     return float(median(abs(value - middle) for value in values))
 
 
-def _times_late(rank: int, ready: Mapping[int, Sequence[int]], slow: Mapping[int, Sequence[_Slow]]) -> int:
-    """In how many steps a rank was ready later than any other usually is, except those that are about as slow.
-
-    Times are compared with the median of all ranks in the same step.
-    """
+def _times_late(rank: int, ready: Mapping[int, Sequence[int]], slow: Mapping[int, Sequence[SlowPhase]]) -> int:
+    """In how many steps a rank was ready later than any other usually is, except those that are about as slow. Times are
+    compared with the median of all ranks in the same step."""
     middle = [median(column) for column in zip(*ready.values())]
     after = {other: [time - at for time, at in zip(row, middle)] for other, row in ready.items()}
     extra = {other: sum(one.extra for one in phases) for other, phases in slow.items()}
@@ -269,7 +258,7 @@ def _times_late(rank: int, ready: Mapping[int, Sequence[int]], slow: Mapping[int
     return sum(time > usual for time in after[rank])
 
 
-def _saved(slow: Mapping[int, Sequence[_Slow]], ready: Mapping[int, Sequence[int]]) -> list[float]:
+def _saved(slow: Mapping[int, Sequence[SlowPhase]], ready: Mapping[int, Sequence[int]]) -> list[float]:
     """Seconds by which each step would be shorter if nothing were slow: see Note [What if]."""
     without = {
         rank: [time - sum(one.differences[i] for one in slow.get(rank, ())) for i, time in enumerate(row)]
@@ -282,10 +271,8 @@ def _saved(slow: Mapping[int, Sequence[_Slow]], ready: Mapping[int, Sequence[int
 
 
 def find_stragglers(run: str | os.PathLike[str]) -> list[Straggler]:
-    """The ranks that others waited for in a run, with the steps in which they did, in order. `run` is the directory of a run.
-
-    It may still go on, or be over.
-    """
+    """The ranks that others waited for in a run, with the steps in which they did, in order. `run` is the directory of a run. It
+    may still go on, or be over."""
     rings = aligned(ranks_apart(read_rings(run)))
     return stragglers_over_time({ring.rank: step_times(ring.records) for ring in rings})
 

@@ -1,11 +1,10 @@
 """Where the time of a step went: data, forward, backward, waiting for averages, optimizer. From the records of one rank. Pure.
 
 Note [Own time]
-Ranks meet in every step, so a slow rank makes the steps of all ranks long, and the others spend the difference waiting. To find
-the slow one, time that a rank waits must not count as its own. After its last gradient a rank only waits. Before that it waits in
-collectives of buffers and of user code, from the record of the wait, or from the submission if the collective was over when it
-returned; and in collectives of buckets only if they finish while the bucket is being launched. Waits of other threads, such as
-those that run hooks, do not keep the rank from computing.
+A slow rank makes the steps of all ranks long. To find it, time that a rank waits must not count as its own. After its last
+gradient a rank only waits. Before that it waits in collectives of buffers and of user code, from the record of the wait, or from
+the submission if the collective was over when it returned; and in collectives of buckets only if they finish while the bucket is
+being launched. Waits of other threads, such as those that run hooks, do not keep the rank from computing.
 
 Note [torch's DDP]
 It waits for averages at the end of its backward, and nothing records when the last gradient was there, unless its buckets go
@@ -65,22 +64,13 @@ _AFTER: dict[RecordKind, Phase] = {
 
 
 class PhaseTracker:
-    """The phases of one rank, record by record. Before its first record nothing is known.
-
-    Time after the averages are there counts as data until an optimizer begins, since nothing is recorded of it.
-    """
+    """The phases of one rank, record by record. Time after the averages are there counts as data until an optimizer begins."""
 
     def __init__(self) -> None:
         self.phase: Phase | None = None
-        """The phase that the rank is in."""
+        """The phase that the rank is in; None before its first record."""
         self.start = 0
-        """When it began."""
         self._step, self._averaged = 0, -1
-
-    @staticmethod
-    def handles(kind: RecordKind) -> bool:
-        """Whether records of this kind begin a phase."""
-        return kind in _AFTER
 
     def add(self, record: Record) -> Span | None:
         """Take a record into account that begins a phase; returns the phase that it has ended, if that took any time."""
@@ -98,12 +88,8 @@ class PhaseTracker:
 def spans(records: Iterable[Record]) -> list[Span]:
     """The phases of the steps in `records`, which are of one rank, in order."""
     tracker = PhaseTracker()
-    ended = (
-        tracker.add(record)
-        for record in sorted(records, key=lambda record: record.time)
-        if tracker.handles(record.kind)
-    )
-    return [span for span in ended if span is not None]
+    begins = sorted((record for record in records if record.kind in _AFTER), key=lambda record: record.time)
+    return [span for record in begins if (span := tracker.add(record)) is not None]
 
 
 _MOST_WAITS = 1024
@@ -167,10 +153,8 @@ class StepTimes:
 
 
 class StepFolder:
-    """Folds the records of one rank, in the order in which they were written, into the times of its steps.
-
-    The first step is left out, since nothing tells when it began, and so are steps that failed and those that follow them.
-    """
+    """Folds the records of one rank, in the order in which they were written, into the times of its steps. The first step is
+    left out, since nothing tells when it began, and so are steps that failed and those that follow them."""
 
     def __init__(self, kept: int = 256) -> None:
         self.steps: deque[StepTimes] = deque(maxlen=kept)
@@ -235,7 +219,7 @@ class StepFolder:
 
     def _phase_record(self, record: Record) -> None:
         kind, time = record.kind, record.time
-        if not self.tracker.handles(kind):
+        if kind not in _AFTER:
             return
         self._threads.add(record.thread)
         if record.group_id and self._ranks.setdefault(record.group_id, record.rank) != record.rank:

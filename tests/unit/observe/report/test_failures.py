@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.observe.report.failures import find_failures
-from gradwire.observe.report.rank_summary import summarize
+from gradwire.observe.report.rank_summary import RankSummary
 from gradwire.recorder.format import RecordKind as K
 from helpers.made_rings import MS, made_ring, mark
 
@@ -29,7 +29,7 @@ def ring(rank, *records, size=3):
 
 
 def found(*rings):
-    return find_failures(map(summarize, rings))
+    return find_failures(map(RankSummary, rings))
 
 
 def test_of_a_step_with_several_buckets():

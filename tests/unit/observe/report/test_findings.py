@@ -9,7 +9,7 @@ import pytest
 from gradwire.observe.hangs.analysis import Cause
 from gradwire.observe.hangs.hang_report import SavedHang
 from gradwire.observe.report.findings import find
-from gradwire.observe.report.report_model import build
+from gradwire.observe.report.report_model import RunReport
 from gradwire.observe.rings.intervals import ranks_apart
 from gradwire.observe.rings.run_outcome import RankOutcome, RunOutcome
 from gradwire.recorder.format import RecordKind as K
@@ -19,7 +19,7 @@ from helpers.made_rings import MS, made_ring, mark
 
 
 def found(*rings, **more):
-    return {finding.title: finding for finding in find(build(rings, **more))}
+    return {finding.title: finding for finding in find(RunReport(rings, **more))}
 
 
 def only(titles, *parts):
@@ -92,7 +92,7 @@ def test_warnings_of_checks():
 def test_ranks_that_were_killed_and_ranks_that_left_nothing():
     ring = made_ring(0, range(3), size=4)
     del ring.descriptions["end"]
-    report = build([ring])
+    report = RunReport([ring])
     report.ranks[0].state = ProcessState.GONE
     titles = {one.title: one for one in find(report)}
     assert "dmesg" in only(titles, "Rank 0 ended in step 2 without stopping").advice
@@ -115,7 +115,7 @@ def test_threads_have_ended_as_their_process_has():
         for number, record in enumerate(records, start=rank * len(own[0]))
     ]
     outcome = RunOutcome("stopped by SIGTERM after 2.0 s", None, "SIGTERM", (RankOutcome(0, -15, stopped=True),))
-    report = build(ranks_apart([whole]), outcome=outcome)
+    report = RunReport(ranks_apart([whole]), outcome=outcome)
     assert [(rank.rank, rank.lost) for rank in report.ranks] == [(0, 0), (1, 0), (2, 0)]
     for rank in report.ranks:
         rank.state = ProcessState.GONE
@@ -124,7 +124,7 @@ def test_threads_have_ended_as_their_process_has():
 
 
 def findings_of_killed_ranks(outcome):
-    report = build([killed_ring(rank, 3) for rank in range(3)], outcome=outcome)
+    report = RunReport([killed_ring(rank, 3) for rank in range(3)], outcome=outcome)
     for rank in report.ranks:
         rank.state = ProcessState.GONE
     return {one.title: one for one in find(report)}
@@ -153,7 +153,7 @@ def test_what_the_launcher_knows_of_the_first_failure(status, raised, advice):
 def test_the_exception_of_the_rank_that_failed_first():
     error = RankError(1, "ValueError", "builtins", "bad " * 500, "", 1.0)
     outcome = RunOutcome("rank 1 failed first", 1, None, (RankOutcome(1, 1, stopped=False, raised="ValueError"),))
-    report = build([made_ring(0, range(3), size=1)], outcome=outcome, errors={1: error})
+    report = RunReport([made_ring(0, range(3), size=1)], outcome=outcome, errors={1: error})
     detail = only({one.title: one for one in find(report)}, "Rank 1 failed first").detail
     assert detail.startswith("ValueError: bad bad ")
     assert len(detail) <= 500
@@ -183,7 +183,7 @@ def test_a_run_that_has_lost_what_ranks_need():
 def test_a_run_that_has_ended_well_says_nothing():
     outcome = RunOutcome("", None, None, tuple(RankOutcome(rank, 0, stopped=False) for rank in range(2)))
     rings = [made_ring(rank, range(3), size=2) for rank in range(2)]
-    assert find(build(rings, outcome=outcome)) == find(build(rings))
+    assert find(RunReport(rings, outcome=outcome)) == find(RunReport(rings))
 
 
 def test_a_rank_that_ended_early_in_an_operation():
@@ -222,7 +222,7 @@ def test_a_hang_that_no_rank_is_to_blame_for():
 @pytest.mark.parametrize("outcome", [None, WELL, RunOutcome("rank 1 failed first", 1, None, ())])
 def test_a_wait_that_has_ended_is_a_note_below_real_errors(outcome):
     waits = [replace(HANG, ended=True, count=40, total=322.0), replace(HANG, file="hang-2.json")]
-    listed = find(build([made_ring(0, range(3), size=1)], hangs=waits, outcome=outcome))
+    listed = find(RunReport([made_ring(0, range(3), size=1)], hangs=waits, outcome=outcome))
     title = f"Ranks 0, 2 waited 40 times in {HANG.what}, 5 min 22 s in all, and continued"
     assert [one.severity for one in listed if one.title == title] == ["note"]
     errors = [one.title for one in listed if one.severity == "error"]
@@ -244,7 +244,7 @@ def test_ranks_that_waited_for_one_that_was_killed_have_not_hung():
     hang = replace(HANG, suspects=DEAD)
     outcome = RunOutcome("rank 1 failed first", 1, None, (STOPPED[0], first, STOPPED[2]))
     pending = [mark(99, 70 * MS, K.COLLECTIVE_SUBMITTED, "bucket 0", step=3, op="all_reduce", seq=7, group="world")]
-    report = build(
+    report = RunReport(
         [made_ring(rank, range(3), size=3, more=pending) for rank in range(3)], outcome=outcome, hangs=[hang]
     )
     titles = [one.title for one in find(report) if one.severity != "note"]
@@ -256,7 +256,7 @@ def test_ranks_that_waited_for_one_that_was_killed_have_not_hung():
         "Rank 1 ended while all_reduce 'bucket 0' was under way"
     ]
     alone = RunOutcome("rank 1 failed first", 1, None, (RankOutcome(0, 0, stopped=False), first))
-    report = build([made_ring(rank, range(3), size=3, more=pending) for rank in range(3)], outcome=alone)
+    report = RunReport([made_ring(rank, range(3), size=3, more=pending) for rank in range(3)], outcome=alone)
     assert sum("was under way" in one.title for one in find(report)) == 3  # the launcher has stopped none of them
 
 
@@ -288,7 +288,7 @@ def test_advice_on_failures_fits_them():
 def test_a_ring_that_has_wrapped_a_run_in_progress_and_damaged_files():
     ring = made_ring(0, range(5), size=1)
     ring.records[:] = [r._replace(number=r.number + 1000) for r in ring.records]
-    report = build([ring], damaged={"rank-1.ring": "is not a ring"})
+    report = RunReport([ring], damaged={"rank-1.ring": "is not a ring"})
     report.ranks[0].state = ProcessState.RUNNING
     report.ranks[0].descriptions.pop("end")
     titles = {one.title: one for one in find(report)}

@@ -14,7 +14,7 @@ import pytest
 from gradwire.observe.hangs.analysis import Stall
 from gradwire.observe.hangs.hang_report import SavedHang, as_dict
 from gradwire.observe.report.render import render_page, render_text
-from gradwire.observe.report.report_model import build, load_report
+from gradwire.observe.report.report_model import RunReport, load_report
 from gradwire.observe.rings.run_outcome import RunOutcome
 from gradwire.recorder.format import RecordKind as K
 from helpers.made_rings import MS, made_ring, mark, write_ring
@@ -43,7 +43,7 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def report():
-    return build([made_ring(0, range(30)), made_ring(1, range(30), late=3 * MS)], directory="/runs/x")
+    return RunReport([made_ring(0, range(30)), made_ring(1, range(30), late=3 * MS)], directory="/runs/x")
 
 
 def test_everything_is_on_the_page_and_nothing_is_loaded(report):
@@ -70,7 +70,7 @@ def test_everything_is_on_the_page_and_nothing_is_loaded(report):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("steps", [range(0), range(1), range(2)])
 def test_pages_and_texts_of_almost_nothing(steps, ranks):
-    report = build([made_ring(rank, steps, size=ranks) for rank in range(ranks)])
+    report = RunReport([made_ring(rank, steps, size=ranks) for rank in range(ranks)])
     assert "What ran" in render_page(report)
     assert "Ranks" in render_text(report)
 
@@ -78,7 +78,7 @@ def test_pages_and_texts_of_almost_nothing(steps, ranks):
 def test_a_bucket_without_names():
     ring = made_ring(0, range(3), size=1)
     ring.descriptions["buckets"][0]["buckets"][0]["names"] = []
-    report = build([ring])
+    report = RunReport([ring])
     assert "What ran" in render_page(report)
     assert "Ranks" in render_text(report)
 
@@ -90,7 +90,9 @@ def test_all_text_is_escaped():
     ring.descriptions["group"][0].update(name=EVIL, kind=EVIL)
     ring.descriptions["buckets"][0]["buckets"][0]["names"] = [EVIL]
     html = render_page(
-        build([ring], directory=EVIL, hangs=[SavedHang(EVIL, EVIL, 1.0, (0,), EVIL, (), None)], damaged={EVIL: EVIL})
+        RunReport(
+            [ring], directory=EVIL, hangs=[SavedHang(EVIL, EVIL, 1.0, (0,), EVIL, (), None)], damaged={EVIL: EVIL}
+        )
     )
     page = Page(html)
     assert "script" not in page.tags
@@ -101,7 +103,7 @@ def test_64_ranks_and_10000_steps_are_less_than_a_megabyte(monkeypatch):
     rows = made_steps(4, 10_000, jitter=0.05)
     steps = (rows[rank % 4] for rank in range(64))
     monkeypatch.setattr("gradwire.observe.report.rank_summary.step_times", lambda records: next(steps))
-    report = build([made_ring(rank, range(0), size=64) for rank in range(64)])
+    report = RunReport([made_ring(rank, range(0), size=64) for rank in range(64)])
     html = render_page(report)
     assert len(html.encode()) < 1_000_000
     assert "Each point stands for 42 steps" in html
@@ -120,7 +122,7 @@ def test_the_text(report):
 def test_a_run_that_has_ended_well_says_so():
     for text, shown in (("", True), ("rank 0 failed", False), (None, False)):
         outcome = None if text is None else RunOutcome(text, None, None, ())
-        report = build([made_ring(0, range(3), size=1)], outcome=outcome)
+        report = RunReport([made_ring(0, range(3), size=1)], outcome=outcome)
         for page in (render_text(report), Page(render_page(report)).text):
             assert ("ended without an error" in page) == shown
 

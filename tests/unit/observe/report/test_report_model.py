@@ -7,7 +7,7 @@ import pytest
 from gradwire.observe.report.findings import find
 from gradwire.observe.report.rank_summary import TrafficKey
 from gradwire.observe.report.render import render_page, render_text
-from gradwire.observe.report.report_model import build
+from gradwire.observe.report.report_model import RunReport
 from gradwire.observe.rings.intervals import bucket_spans, operations, ranks_apart
 from gradwire.observe.stragglers.steps import Phase
 from gradwire.recorder.format import RecordKind as K
@@ -16,7 +16,7 @@ from helpers.made_rings import BUCKET, MS, made_ring, mark, step_records
 
 @pytest.fixture
 def report():
-    return build([made_ring(0, range(30)), made_ring(1, range(30), late=3 * MS)])
+    return RunReport([made_ring(0, range(30)), made_ring(1, range(30), late=3 * MS)])
 
 
 def test_step_times_and_phases(report):
@@ -47,7 +47,7 @@ def test_timelines_are_of_a_typical_and_the_slowest_step():
         ring.records[:] = [
             r._replace(time=r.time + 50 * MS) if r.step > 20 or r.time > 21 * 20 * MS else r for r in ring.records
         ]
-    report = build(slow)
+    report = RunReport(slow)
     typical, slowest = report.timelines
     assert typical.end - typical.start == 20 * MS
     assert slowest.step == 21
@@ -60,21 +60,21 @@ def test_timelines_are_of_a_typical_and_the_slowest_step():
 
 
 def test_ranks_that_have_recorded_different_steps():
-    report = build([made_ring(0, range(10)), made_ring(1, range(5, 20))])
+    report = RunReport([made_ring(0, range(10)), made_ring(1, range(5, 20))])
     assert [row.step for row in report.steps] == list(range(1, 20))
     assert sorted(report.lateness[0]) == [6, 7, 8, 9]
     assert report.timelines[0].step in range(6, 10)
 
 
 def test_ranks_without_a_step_in_common_are_not_compared():
-    report = build([made_ring(0, range(5)), made_ring(1, range(10, 15))])
+    report = RunReport([made_ring(0, range(5)), made_ring(1, range(10, 15))])
     assert report.lateness == {0: {}, 1: {}}
     assert len(report.timelines[0].rows) == 1
 
 
 def test_one_rank_and_no_records():
-    assert build([made_ring(0, range(3), size=1)]).lateness == {}
-    empty = build([made_ring(0, range(0))])
+    assert RunReport([made_ring(0, range(3), size=1)]).lateness == {}
+    empty = RunReport([made_ring(0, range(0))])
     assert (empty.steps, empty.timelines, dict(empty.traffic), empty.exposed_share) == ([], [], {}, 0.0)
     assert empty.end == empty.begin
 
@@ -82,7 +82,7 @@ def test_one_rank_and_no_records():
 def test_clocks_of_two_hosts_are_aligned():
     shifted = made_ring(1, range(30), clock="node-b", host="node-b")
     shifted.records[:] = [r._replace(time=r.time + 3 * 10**9) for r in shifted.records]
-    report = build([made_ring(0, range(30)), shifted])
+    report = RunReport([made_ring(0, range(30)), shifted])
     error = report.clocks["node-b"].error / 1e9
     assert 0 < error < 0.01
     assert all(value <= error for value in report.lateness[1].values())
@@ -116,7 +116,7 @@ def test_ranks_that_are_threads_of_one_process_are_told_apart():
     ring.records[:] = sorted(ring.records + other, key=lambda r: r.time)
     apart = ranks_apart([ring])
     assert [(r.rank, len(r.records)) for r in apart] == [(0, 3 * 18), (1, 3 * 18)]
-    assert [len(rank.steps) for rank in build(apart).ranks] == [2, 2]
+    assert [len(rank.steps) for rank in RunReport(apart).ranks] == [2, 2]
 
 
 def test_torchs_ddp_whose_backward_includes_the_wait():
@@ -128,7 +128,7 @@ def test_torchs_ddp_whose_backward_includes_the_wait():
             for r in ring.records
             if r.kind not in hidden
         ]
-    report = build(rings)
+    report = RunReport(rings)
     assert len(report.steps) >= 7
     assert not report.has_exposed
     assert "Backward includes the wait for averages" in [finding.title for finding in find(report)]
@@ -140,4 +140,4 @@ def test_ranks_without_buckets_are_not_compared():
     rings = [made_ring(rank, range(10)) for rank in range(2)]
     for ring in rings:
         ring.records[:] = [r for r in ring.records if r.bucket < 0]
-    assert build(rings).lateness == {}
+    assert RunReport(rings).lateness == {}
