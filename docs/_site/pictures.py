@@ -27,11 +27,11 @@ import gradwire as gw
 from gradwire.cli.live_view import picture
 from gradwire.cli.terminal_svg import terminal_svg
 from gradwire.lab import Throttled
-from gradwire.observe.monitor import RunMonitor
 from gradwire.observe.report.render import render_page
 from gradwire.observe.report.report_model import load_report
 from gradwire.observe.rings.intervals import operations
 from gradwire.observe.rings.run_follower import RunFollower
+from gradwire.observe.run_status import RunMonitor
 from gradwire.observe.trace.chrome_trace import TraceSlice, Track, tracks
 from gradwire.testing import run_ranks
 

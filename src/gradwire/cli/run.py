@@ -23,9 +23,9 @@ from gradwire.launch.supervise import LaunchSpec, supervise
 from gradwire.launch.world import Address
 from gradwire.observe.hangs.analysis import SOFT_DEADLINE
 from gradwire.observe.hangs.hang_watch import HangWatch
-from gradwire.observe.monitor import PLAIN_INTERVAL, RunMonitor
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.rings.runs import KEPT, clear_run, new_run, runs_directory
+from gradwire.observe.run_status import PLAIN_INTERVAL, RunMonitor
 from gradwire.runtime.private_file import create, name_of
 
 _SEVERAL_HOSTS = (

@@ -16,10 +16,9 @@ from gradwire.cli.live_view import picture
 from gradwire.errors import UsageError
 from gradwire.launch.display import Panel, find_terminal
 from gradwire.launch.screen import Screen
-from gradwire.observe.monitor import PLAIN_INTERVAL, RunMonitor
 from gradwire.observe.rings.ring import nothing_recorded
 from gradwire.observe.rings.run_follower import RunFollower
-from gradwire.observe.run_status import Condition, RunStatus
+from gradwire.observe.run_status import PLAIN_INTERVAL, Condition, RunMonitor, RunStatus
 
 _TAIL = 16384
 """Records of each rank with which it begins: 20 steps, also with many buckets."""

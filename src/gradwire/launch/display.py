@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gradwire.launch.screen import Screen
-from gradwire.observe.monitor import RunMonitor
-from gradwire.observe.run_status import RunStatus
+from gradwire.observe.run_status import RunMonitor, RunStatus
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

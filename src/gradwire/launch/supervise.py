@@ -35,8 +35,8 @@ from gradwire.launch.screen import RankStream, Screen
 from gradwire.launch.shutdown import Ending, Shutdown, described, outcome, report
 from gradwire.launch.store_host import StoreHost
 from gradwire.observe.hangs.hang_watch import HangWatch
-from gradwire.observe.monitor import RunMonitor
 from gradwire.observe.rings.run_outcome import save
+from gradwire.observe.run_status import RunMonitor
 from gradwire.runtime.host import handles_signal
 from gradwire.runtime.rank_error import MAIN, THREAD, RankError
 

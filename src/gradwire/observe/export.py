@@ -160,7 +160,6 @@ class Export:
             self._warn(f"log(metrics, {step}) raised {type(error).__name__}: {error}. Training continues")
 
     def _warn(self, text: str) -> None:
-        """Show what is wrong, once."""
         if not self._has_warned:
             self._has_warned = True
             with contextlib.suppress(Warning):  # a filter that raises must not end training either

@@ -1,12 +1,12 @@
 """The flight recorder: what happens on a rank, in a ring of small records that others can read without the rank's help.
 
-The ring is a file that is mapped into memory. One call packs a record into it, so the last actions of a rank can be read while it
-runs, when it is stopped or stuck in C, and after it was killed. `gradwire.observe` starts a recorder and reads rings; the layers
-below write records through a `gradwire.recorder.source.EventSource`. No torch. The format is in format.py.
+The ring is a file that is mapped into memory, so the last actions of a rank can be read while it runs, when it is stopped or stuck
+in C, and after it was killed. `gradwire.observe` starts a recorder and reads rings; layers write records through a
+`gradwire.recorder.source.EventSource`. No torch. The format is in format.py.
 
 Note [No locks]
-Numbers come from counters of one atomic step each, so writing takes no lock. A lock would block forever in a signal handler or a
-finalizer that writes a record, e.g. because it aborts a group, while the thread that it interrupts holds that lock.
+Numbers come from counters of one atomic step each. A lock would block forever in a signal handler or a finalizer that writes a
+record, e.g. because it aborts a group, while the thread that it interrupts holds that lock.
 
 Note [No errors]
 Recording must not end a training: a record with a value that does not fit is left out. The numbers of records that were never

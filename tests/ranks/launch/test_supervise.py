@@ -8,8 +8,8 @@ import pytest
 from gradwire.errors import UsageError
 from gradwire.launch import display
 from gradwire.launch.supervise import LaunchSpec, supervise
-from gradwire.observe.monitor import RunMonitor
 from gradwire.observe.rings.run_follower import RunFollower
+from gradwire.observe.run_status import RunMonitor
 from helpers.made_steps import made_steps, write_rings
 
 # -- the monitor -----------------------------------------------------------------------------------------------------------

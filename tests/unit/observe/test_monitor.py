@@ -5,11 +5,10 @@ import time
 
 import pytest
 
-from gradwire.observe import monitor as monitor_module
-from gradwire.observe.monitor import RunMonitor
+from gradwire.observe import run_status as monitor_module
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.run_follower import RunFollower
-from gradwire.observe.run_status import Condition
+from gradwire.observe.run_status import Condition, RunMonitor
 from gradwire.observe.stragglers.steps import Phase
 from gradwire.recorder.format import RecordKind as K
 from gradwire.runtime.host import clock_identity

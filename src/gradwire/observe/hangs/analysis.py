@@ -204,7 +204,6 @@ def _waits(rank: RankProgress, *, failed: bool) -> Iterator[tuple[int, Record]]:
 
 
 def _members(ranks: Sequence[RankProgress], group_id: int) -> list[GroupMember]:
-    """Who takes part in a group, by its order."""
     found: dict[int, GroupMember] = {}
     for rank in ranks:
         numbers = rank.groups.get(group_id, {})
@@ -221,7 +220,6 @@ def _usual(members: Sequence[GroupMember], record: Record) -> Record:
 
 
 def _kind(record: Record | None) -> tuple[str, int] | None:
-    """What must be the same on all ranks."""
     return None if record is None else (record.op, 0 if record.op in _OF_ANY_SIZE else record.nbytes)
 
 

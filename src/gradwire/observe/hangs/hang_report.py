@@ -69,7 +69,6 @@ def _explanation(wait: LongWait, suspects: Sequence[Suspect]) -> list[str]:
 
 
 def _alike(suspects: Iterable[Suspect]) -> list[list[Suspect]]:
-    """Suspects of the same cause and stack together."""
     groups: dict[object, list[Suspect]] = {}
     for suspect in suspects:
         what = suspect.other and (suspect.other.op, suspect.other.group_id, suspect.other.ordinal, suspect.other.nbytes)
@@ -98,7 +97,6 @@ def _suspect_lines(group: Sequence[Suspect], frames: int) -> list[str]:
 
 
 def _bucket_line(suspect: Suspect) -> str:
-    """Which gradients of the bucket are missing."""
     if suspect.certain and not suspect.parameters:
         return f"bucket {suspect.bucket} has all its gradients there: it is sent when backward goes on"
     names = ", ".join(suspect.parameters[:_MOST_NAMES])

@@ -59,9 +59,8 @@ class RunFailure:
     @property
     def detail(self) -> str:
         """The text of the error, and what else has failed with it."""
-        many = self.others > 1
-        more = f" {self.others} other operation{'s' * many} in flight failed with it." if self.others else ""
-        return f"{self.first.record.label}{more}"
+        others = f"{self.others} other operation{'s' if self.others > 1 else ''}"
+        return f"{self.first.record.label}{f' {others} in flight failed with it.' if self.others else ''}"
 
 
 def error_name(record: Record) -> str:

@@ -177,7 +177,6 @@ def _outcome(report: RunReport) -> Iterator[Finding]:
 
 
 def _advice(first: RankOutcome) -> str:
-    """What to do about the rank that failed first."""
     if first.status == -signal.SIGKILL:
         return "Unless it was killed on purpose, look in the system's log (dmesg) for the OOM killer."
     if -first.status in _CRASHES:

@@ -90,7 +90,6 @@ def _hosts(report: RunReport) -> dict[str, list[int]]:
 
 
 def _groups(report: RunReport) -> list[dict[str, Any]]:
-    """The groups of all ranks: their names, kinds and sizes."""
     groups = [one for rank in report.ranks for one in rank.descriptions.get("group", [])]
     return list({(one["name"], one["kind"], one["size"]): one for one in groups}.values())[:MOST_RANKS]
 

@@ -214,25 +214,13 @@ class RingFile:
         return found
 
     def newest(self) -> int:
-        """The number of the newest record; or of an earlier one, where records before it were never written."""
-        first = self._number(0)
-        low, high = 0, self.capacity - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._number(middle) < max(first, 1):
-                high = middle - 1
-            else:
-                low = middle
-        return self._number(low)
+        """The number of the newest record; -1 if there is none."""
+        numbers = self.read(0, self.capacity)["number"]
+        return int(numbers.max()) if len(numbers) else -1
 
     def has(self, number: int) -> bool:
         """Whether a record of this number or a later one is in its slot."""
-        return self._number(number % self.capacity) >= number
-
-    def _number(self, slot: int) -> int:
-        """The number of the record in a slot; -1 if there is none."""
-        rows = self.read(slot, 1)
-        return int(rows["number"][0]) if len(rows) else -1
+        return len(self.read(number % self.capacity, 1, least=number)) > 0
 
     def read_descriptions(self) -> dict[str, list[dict[str, Any]]]:
         """What records refer to, by subject, as far as it was written: see `FlightRecorder.describe`."""

@@ -241,7 +241,6 @@ def median_without(ordered: Sequence[int], value: int) -> float:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """The median absolute deviation."""
     middle = median(values)
     return float(median(abs(value - middle) for value in values))
 

@@ -251,7 +251,6 @@ class StepFolder:
         return span.end
 
     def _step_ended(self, record: Record, end: int) -> None:
-        """The step that `record` is of has ended."""
         if self._is_timed and not self.is_shared:
             now = self._now
             now.step, now.end, now.group_id = record.step, end, record.group_id

@@ -174,7 +174,6 @@ def _apart(name: str, slices: Iterable[TraceSlice]) -> Iterator[Track]:
 
 
 def _counters(steps: Sequence[TraceSlice], found: Iterable[Operation]) -> Iterator[tuple[str, int, float]]:
-    """Counters: name, time and value."""
     in_flight = communicated = 0
     ended = [(one.ended, one.record.nbytes, one) for one in found if one.ended is not None]
     changes = [(one.submitted, nbytes) for _, nbytes, one in ended] + [(end, -nbytes) for end, nbytes, _ in ended]
