@@ -139,10 +139,10 @@ def test_a_killed_process_leaves_all_it_wrote(tmp_path):
 import os, signal
 from pathlib import Path
 from gradwire.recorder.format import RecordKind
-from gradwire.recorder.writer import FlightRecorder, Member
+from gradwire.recorder.writer import FlightRecorder, RankInGroup
 recorder = FlightRecorder(Path({str(tmp_path / "rank-3.ring")!r}), header={HEADER!r})
 for number in range(100):
-    recorder.put(RecordKind.MARK, Member(rank=3), label=f"mark {{number % 7}}", nbytes=number)
+    recorder.put(RecordKind.MARK, RankInGroup(rank=3), label=f"mark {{number % 7}}", nbytes=number)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == -signal.SIGKILL
