@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective
+from gradwire.collectives.op import sent_bytes
 from gradwire.collectives.reference import perform
-from gradwire.collectives.traffic import sent_bytes
 from gradwire.groups import Group, Work
 from gradwire.hooks import BucketSpec, CommHook, GradBucket, Reduced, Turn
 from gradwire.hooks.pump import advance, begin

@@ -42,7 +42,7 @@ from torch.distributed import FileStore  # noqa: E402
 
 from gradwire.errors import CollectiveTimeout, PeerLost  # noqa: E402
 from gradwire.groups import C10dGroup, Group, HierarchicalGroup, SharedMemoryGroup  # noqa: E402
-from gradwire.groups.c10d import gloo  # noqa: E402
+from gradwire.groups.c10d import own_engines  # noqa: E402
 from gradwire.groups.store.rendezvous import Rendezvous  # noqa: E402
 
 SIZE = 8
@@ -108,7 +108,7 @@ def end_at(point: str, end: Callable[[], None], draw: random.Random) -> None:
         before(Rendezvous, "wait_until")
     elif point == "address":  # gloo listens and has published its address
         times = 0
-        before(gloo._CancelableStore, "get")
+        before(own_engines._CancelableStore, "get")
     else:
         engine = ProcessGroupGloo
 
@@ -126,7 +126,7 @@ def end_at(point: str, end: Callable[[], None], draw: random.Random) -> None:
             create_default_device = staticmethod(engine.create_default_device)
             __new__ = staticmethod(lambda _, *args: connect(*args))
 
-        gloo.ProcessGroupGloo = Engine  # type: ignore[assignment, misc]
+        own_engines.ProcessGroupGloo = Engine  # type: ignore[assignment, misc]
 
 
 def rank_main(kind: str, point: str, path: str, rank: int, victim: int, died: mmap.mmap, seed: int) -> dict[str, Any]:

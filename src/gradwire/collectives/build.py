@@ -9,34 +9,29 @@ from torch import Tensor
 from gradwire.collectives.op import Collective
 from gradwire.collectives.op_kinds import OpKind, ReduceOp
 
+Tensors = Tensor | Sequence[Tensor]
+Factor = float | Tensor | None
+SUM = ReduceOp.SUM
 _ALL_REDUCE = OpKind.ALL_REDUCE
 
 
-def _tuple(tensors: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _tuple(tensors: Tensors) -> tuple[Tensor, ...]:
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
-def all_reduce(
-    tensors: Tensor | Sequence[Tensor],
-    *,
-    op: ReduceOp = ReduceOp.SUM,
-    factor: float | Tensor | None = None,
-    label: str = "",
-) -> Collective:
+def all_reduce(tensors: Tensors, *, op: ReduceOp = SUM, factor: Factor = None, label: str = "") -> Collective:
     """Reduce over all ranks, in place. Several tensors are one operation (torch's all_reduce_coalesced)."""
     ts = _tuple(tensors)
     return Collective(_ALL_REDUCE, ts, ts, op, factor=factor, label=label)
 
 
-def broadcast(tensors: Tensor | Sequence[Tensor], *, src: int, label: str = "") -> Collective:
+def broadcast(tensors: Tensors, *, src: int, label: str = "") -> Collective:
     """Make every rank's tensors equal to those of `src`, in place."""
     ts = _tuple(tensors)
     return Collective(OpKind.BROADCAST, ts, ts, root=src, label=label)
 
 
-def reduce(
-    tensor: Tensor, *, dst: int, op: ReduceOp = ReduceOp.SUM, factor: float | Tensor | None = None, label: str = ""
-) -> Collective:
+def reduce(tensor: Tensor, *, dst: int, op: ReduceOp = SUM, factor: Factor = None, label: str = "") -> Collective:
     """Reduce over all ranks into the tensor of `dst`; the other ranks' tensors keep their values."""
     return Collective(OpKind.REDUCE, (tensor,), (tensor,), reduce_op=op, root=dst, factor=factor, label=label)
 
@@ -46,32 +41,20 @@ def all_gather(outputs: Sequence[Tensor], tensor: Tensor, *, label: str = "") ->
     return Collective(OpKind.ALL_GATHER, (tensor,), tuple(outputs), label=label)
 
 
-def all_gather_into_tensor(
-    outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], *, label: str = ""
-) -> Collective:
+def all_gather_into_tensor(outputs: Tensors, inputs: Tensors, *, label: str = "") -> Collective:
     """Concatenate all ranks' inputs into each output. Several pairs are one operation (torch's …_coalesced)."""
     return Collective(OpKind.ALL_GATHER_INTO_TENSOR, _tuple(inputs), _tuple(outputs), label=label)
 
 
 def reduce_scatter(
-    output: Tensor,
-    inputs: Sequence[Tensor],
-    *,
-    op: ReduceOp = ReduceOp.SUM,
-    factor: float | Tensor | None = None,
-    label: str = "",
+    output: Tensor, inputs: Sequence[Tensor], *, op: ReduceOp = SUM, factor: Factor = None, label: str = ""
 ) -> Collective:
     """Reduce `inputs[i]` over all ranks into rank i's `output`."""
     return Collective(OpKind.REDUCE_SCATTER, tuple(inputs), (output,), reduce_op=op, factor=factor, label=label)
 
 
 def reduce_scatter_tensor(
-    outputs: Tensor | Sequence[Tensor],
-    inputs: Tensor | Sequence[Tensor],
-    *,
-    op: ReduceOp = ReduceOp.SUM,
-    factor: float | Tensor | None = None,
-    label: str = "",
+    outputs: Tensors, inputs: Tensors, *, op: ReduceOp = SUM, factor: Factor = None, label: str = ""
 ) -> Collective:
     """Cut each input into one part per rank and reduce part i into rank i's output. Several pairs are one operation."""
     return Collective(

@@ -3,11 +3,8 @@
 Note [Rails]
 The first `width` ranks of every host are its *carriers*: only they communicate with other hosts. The carriers with the same place
 in their hosts form a *rail*, so there are `width` rails, each with one rank per host; a rail is one group, the `across` of its
-ranks. `width` is the size of the smallest host. Where hosts are alike every rank is a carrier, and all of them drive the link
-at once; where they are not, the ranks past `width` leave the link to the others. One leader per host is the case of one rail,
-and needs no code of its own.
-
-A rank that is not a carrier communicates through one: rank i of a host belongs to rail i modulo `width`.
+ranks. `width` is the size of the smallest host: where hosts are alike, all ranks drive the link. A rank that is not a carrier
+communicates through one: rank i of a host belongs to rail i modulo `width`.
 """
 
 from __future__ import annotations

@@ -307,20 +307,12 @@ def _all_to_all_single(op: Collective, low: Lowering) -> Program:
     )
 
 
-def _gather(op: Collective, low: Lowering) -> Program:
-    places = [torch.empty(t.nbytes, dtype=torch.uint8, device=t.device) for t in op.outputs]
-    mine = as_bytes(op.inputs[0])
-    yield from _taken(build.gather(mine, places, dst=op.root or 0, label=op.label), low)
-    for t, place in zip(op.outputs, places, strict=True):
+def _rooted_as_bytes(op: Collective, low: Lowering) -> Program:
+    inputs = tuple(as_bytes(t) for t in op.inputs)
+    outputs = tuple(torch.empty(t.nbytes, dtype=torch.uint8, device=t.device) for t in op.outputs)
+    yield from _taken(replace(op, inputs=inputs, outputs=outputs), low)
+    for t, place in zip(op.outputs, outputs, strict=True):
         store(t.detach(), place.view(t.dtype))
-
-
-def _scatter(op: Collective, low: Lowering) -> Program:
-    parts = [as_bytes(t) for t in op.inputs]
-    target = op.outputs[0]
-    place = torch.empty(target.nbytes, dtype=torch.uint8, device=target.device)
-    yield from _taken(build.scatter(place, parts, src=op.root or 0, label=op.label), low)
-    store(target.detach(), place.view(target.dtype))
 
 
 def _send(op: Collective, low: Lowering) -> Program:
@@ -365,8 +357,8 @@ _RULES: dict[OpKind, Callable[[Collective, Lowering], Program]] = {
     OpKind.REDUCE_SCATTER_TENSOR: _reduce_scatter_tensor,
     OpKind.ALL_TO_ALL: _all_to_all,
     OpKind.ALL_TO_ALL_SINGLE: _all_to_all_single,
-    OpKind.GATHER: _gather,
-    OpKind.SCATTER: _scatter,
+    OpKind.GATHER: _rooted_as_bytes,
+    OpKind.SCATTER: _rooted_as_bytes,
     OpKind.SEND: _send,
     OpKind.RECV: _recv,
     OpKind.BARRIER: _barrier,

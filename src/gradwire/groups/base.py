@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, overload
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -308,21 +309,13 @@ class Group(Verbs, ABC):
         self.close()
 
     def __repr__(self) -> str:
-        state = (
-            "closed"
-            if self.closed
-            else "failed"
-            if self.failure is not None
-            else f"{len(self.ledger.pending)} in flight"
-        )
+        alive = "failed" if self.failure is not None else f"{len(self.ledger.pending)} in flight"
+        state = "closed" if self.closed else alive
         return f"<{self.name} rank {self.rank} of {self.size}, {state}>"
 
 
-class BuildGroup(Protocol):
-    """Makes one rank's group."""
-
-    def __call__(self, store: Any, rank: int, size: int, *, timeout: float, name: str) -> Group:
-        """The group of `rank`; all ranks meet in `store`, which they share with no other group."""
+BuildGroup = Callable[..., Group]
+"""`build(store, rank, size, *, timeout, name)` makes one rank's group. All ranks meet in `store`, which no other group uses."""
 
 
 def _stop(watchdog: Watchdog, ledger: Ledger) -> None:

@@ -86,16 +86,13 @@ class CompletionHooks:
             try:
                 fn(info)
             except BaseException as error:  # a hook must not kill the thread, whatever it raises
-                self.errors.append(self._wrap(fn, info, error))
-
-    def _wrap(self, fn: CompletionHook, info: WorkInfo, error: BaseException) -> HookError:
-        wrapped = HookError(
-            f"completion hook {name_of(fn)!r} of {self._owner} raised {type(error).__name__}: {error} "
-            f"when called for operation #{info.seq}, {info.op}. The operation itself is not affected; fix or remove the hook.",
-            hook=name_of(fn),
-        )
-        wrapped.__cause__ = error
-        return wrapped
+                wrapped = HookError(
+                    f"completion hook {name_of(fn)!r} of {self._owner} raised {type(error).__name__}: {error} when called for "
+                    f"operation #{info.seq}, {info.op}. The operation itself is not affected; fix or remove the hook.",
+                    hook=name_of(fn),
+                )
+                wrapped.__cause__ = error
+                self.errors.append(wrapped)
 
     def flush(self, timeout: float) -> bool:
         """Wait until the hooks have been called for everything queued so far. False on timeout."""

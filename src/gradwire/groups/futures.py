@@ -1,14 +1,11 @@
 """Threads that complete futures, so that their callbacks may wait for other operations of the same group.
 
 Note [Callbacks that wait]
-`future.then(fn)` runs `fn` in the thread that completes the future. That must not be the thread that settles the operation: it may
-drive the group, or belong to another rank, and `fn` may wait for a second operation, which then would never run. torch's PowerSGD
-hook does that in every step. So a group has a thread for futures, started by the first `get_future()`. One thread, because
-callbacks that submit operations must do so in the same order on all ranks, which is the order in which operations are settled.
-
-A callback may also wait for the *future* of an operation that it has submitted itself, as PowerSGD does. The thread that would
-complete that future cannot wait for it. So futures created inside a callback belong to a second thread, those created in their
-callbacks to a third, and so on: one thread per depth.
+`future.then(fn)` runs `fn` in the thread that completes the future. That must not be the thread that settles the operation: it
+may wait for a second one, as torch's PowerSGD hook does, which then would never run. So a group has a thread for futures; one,
+because callbacks that submit operations must do so in the same order on all ranks, the order in which operations are settled.
+A callback may also wait for the *future* of an operation that it has submitted itself. So futures created inside a callback belong
+to a second thread, those created in their callbacks to a third, and so on: one thread per depth.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ class FutureThreads:
         while depth >= len(self._workers) and not self._stopped:
             self._workers.append(Worker(f"{self._name}-{len(self._workers)}"))
             self._workers[-1].start()
-        return OutcomeFuture(device, self, depth, problems)
+        return OutcomeFuture(device, depth, problems)
 
     def put(self, future: OutcomeFuture, error: BaseException | None, outputs: Sequence[Tensor]) -> None:
         """Complete `future` after those put before; at once if the threads have been stopped.
@@ -81,14 +78,10 @@ class FutureThreads:
 class OutcomeFuture:
     """The torch Future of one operation. The first of several threads completes it. See Note [Callbacks that wait]."""
 
-    def __init__(
-        self, device: torch.device, threads: FutureThreads, depth: int, problems: deque[BaseException]
-    ) -> None:
-        self.torch_future: torch.futures.Future[Any] = torch.futures.Future(
-            devices=[device] if device.type == "cuda" else None
-        )
+    def __init__(self, device: torch.device, depth: int, problems: deque[BaseException]) -> None:
+        devices: list[Any] | None = [device] if device.type == "cuda" else None
+        self.torch_future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         self.depth = depth
-        self._threads = threads
         self._problems = problems
         self._claim = [None]
 
@@ -96,10 +89,6 @@ class OutcomeFuture:
     def completed(self) -> bool:
         """Whether a thread has completed it, or is about to."""
         return not self._claim
-
-    def complete_in_order(self, error: BaseException | None, outputs: Sequence[Tensor]) -> None:
-        """The operation is settled: complete it on the thread of its depth."""
-        self._threads.put(self, error, outputs)
 
     def complete(self, error: BaseException | None, outputs: Sequence[Tensor]) -> None:
         """Complete it here; a second call does nothing."""

@@ -80,16 +80,13 @@ def register_kind(kind: GroupKind) -> Handle:
     ...     "recorded gloo" in known_kinds()
     True
     """
-    if not isinstance(kind, GroupKind):
-        raise UsageTypeError(f"register_kind({kind!r}): not a GroupKind. Pass GroupKind(name, build).")
-    if not isinstance(kind.name, str) or not callable(kind.build):
-        raise UsageTypeError(f"register_kind({kind}): pass GroupKind(name, build) with a string and a function.")
-    if not kind.name or kind.name == AUTO:
-        raise UsageError(f"register_kind({kind}): the name {kind.name!r} cannot be used. Choose another.")
-    if kind.name in _KINDS:
-        raise UsageError(
-            f"register_kind({kind}): the kind {kind.name!r} is already registered, as {_KINDS[kind.name]}. Choose another name."
+    if not isinstance(kind, GroupKind) or not isinstance(kind.name, str) or not callable(kind.build):
+        raise UsageTypeError(
+            f"register_kind({kind!r}): not a GroupKind. Pass GroupKind(name, build), a string and a function."
         )
+    if not kind.name or kind.name == AUTO or kind.name in _KINDS:
+        known = f"already registered, as {_KINDS[kind.name]}" if kind.name in _KINDS else "not allowed"
+        raise UsageError(f"register_kind({kind}): the name {kind.name!r} is {known}. Choose another.")
     _KINDS[kind.name] = kind
     return Handle(partial(_KINDS.__delitem__, kind.name))
 

@@ -118,7 +118,6 @@ class Ledger:
         self._messages.clear()
 
     def submitted(self, work: Work) -> None:
-        """An operation was handed to the group."""
         work.ordinal = self.next_ordinal(work.op)
         self.pending[work.seq] = work
         if profiler_enabled():
@@ -126,7 +125,6 @@ class Ledger:
         self._report(_SUBMITTED, work, work.started)
 
     def started(self, work: Work, time: float) -> None:
-        """The engine has started an operation."""
         self._report(_STARTED, work, time)
 
     def waited(self, work: Work) -> None:
@@ -136,7 +134,6 @@ class Ledger:
             self.record(_WAITED, work, time.perf_counter())
 
     def settled(self, work: Work) -> None:
-        """An operation has finished or failed."""
         self.pending.pop(work.seq, None)
         if (profiled := work.profiled) is not None:
             work.profiled = None
@@ -193,7 +190,6 @@ class Ledger:
             self._describe(self._recorder)
 
     def fail_all(self, error: BaseException) -> None:
-        """Fail everything in flight."""
         for work in list(self.pending.values()):
             work.fail(error)
 

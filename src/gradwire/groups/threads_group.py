@@ -82,11 +82,9 @@ class ThreadGroup(Group):
         return work
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Which ranks have joined: known exactly."""
         return self._table.arrivals(work, self.rank)
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
-        """A separate world of threads."""
         return self._table.subtable(name, len(ranks)).groups[ranks.index(self.rank)]
 
     def fail(self, error: BaseException) -> None:
@@ -97,7 +95,6 @@ class ThreadGroup(Group):
             Group.fail(group, error)
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Abort on every rank."""
         self.fail(GroupAborted(f"{self.name} was aborted by rank {self.rank}: {reason}", reason=reason))
 
     def recover(self, timeout: float | None = None) -> None:

@@ -5,23 +5,22 @@ All return the Work; unless `async_op` is set, it is finished when they return. 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from gradwire.collectives import Collective, ReduceOp, build
+from gradwire.collectives.build import SUM, Factor, Tensors
 from gradwire.groups.work import Work
 
-Tensors = Tensor | Sequence[Tensor]
+Sizes = Sequence[int] | None
 
 
-class Verbs(ABC):
+class Verbs:
     """Convenience over `submit`."""
 
-    @abstractmethod
     def submit(self, op: Collective) -> Work:
-        """Start `op`."""
+        raise NotImplementedError
 
     def run(self, op: Collective) -> Work:
         """Start `op` and wait for it."""
@@ -40,13 +39,7 @@ class Verbs(ABC):
         return self.submit(op) if async_op else self.run(op)
 
     def all_reduce(
-        self,
-        tensors: Tensors,
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        factor: float | Tensor | None = None,
-        async_op: bool = False,
-        label: str = "",
+        self, tensors: Tensors, op: ReduceOp = SUM, *, factor: Factor = None, async_op: bool = False, label: str = ""
     ) -> Work:
         """Reduce over all ranks, in place; a list of tensors is one operation."""
         return self._do(build.all_reduce(tensors, op=op, factor=factor, label=label), async_op)
@@ -59,9 +52,9 @@ class Verbs(ABC):
         self,
         tensor: Tensor,
         dst: int,
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp = SUM,
         *,
-        factor: float | Tensor | None = None,
+        factor: Factor = None,
         async_op: bool = False,
         label: str = "",
     ) -> Work:
@@ -82,9 +75,9 @@ class Verbs(ABC):
         self,
         output: Tensor,
         inputs: Sequence[Tensor],
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp = SUM,
         *,
-        factor: float | Tensor | None = None,
+        factor: Factor = None,
         async_op: bool = False,
         label: str = "",
     ) -> Work:
@@ -95,9 +88,9 @@ class Verbs(ABC):
         self,
         outputs: Tensors,
         inputs: Tensors,
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp = SUM,
         *,
-        factor: float | Tensor | None = None,
+        factor: Factor = None,
         async_op: bool = False,
         label: str = "",
     ) -> Work:
@@ -114,8 +107,8 @@ class Verbs(ABC):
         self,
         output: Tensor,
         tensor: Tensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
+        output_split_sizes: Sizes = None,
+        input_split_sizes: Sizes = None,
         *,
         async_op: bool = False,
         label: str = "",

@@ -17,21 +17,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.timeouts import wait_seconds
-from gradwire.errors import CollectiveTimeout, HookError, PeerLost, UsageError, again
+from gradwire.errors import CollectiveTimeout, PeerLost, UsageError, again
 from gradwire.events import is_kept
-from gradwire.groups.completion import CompletionHooks, WorkInfo
+from gradwire.groups.completion import WorkInfo
 from gradwire.groups.forked import refuse_in_child
-from gradwire.groups.futures import FutureThreads, OutcomeFuture
+from gradwire.groups.futures import OutcomeFuture
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
-from gradwire.recorder.source import EventSource
 
 _LONG = 5.0
 """A wait of the caller's own that has failed after so many seconds deserves a report, which may take one. A loop of short ones
@@ -46,29 +45,6 @@ def seconds(timeout: float | timedelta | None) -> float | None:
         value = timeout.total_seconds()
         return None if value <= 0 else value
     return wait_seconds("wait", timeout)
-
-
-class WorkLedger(Protocol):
-    """What a Work needs of its group's `Ledger`."""
-
-    name: str
-    rank: int
-    pid: int
-    events: EventSource
-    hooks: CompletionHooks
-    hook_errors: deque[HookError]
-    futures: FutureThreads
-
-    def next_seq(self) -> int: ...
-    def next_ordinal(self, op: Collective) -> int: ...
-    def started(self, work: Work, time: float) -> None: ...
-    def record(self, kind: RecordKind, work: Work, time: float) -> None: ...
-    def waited(self, work: Work) -> None: ...
-    def settled(self, work: Work) -> None: ...
-    def expire(self, work: Work) -> None: ...
-    def timed_out(self, work: Work, limit: float) -> CollectiveTimeout: ...
-    def where(self, work: Work | None) -> str: ...
-    def raise_hook_error(self) -> None: ...
 
 
 class Work:
@@ -88,7 +64,8 @@ class Work:
     waited_for = False
     """Whether it is on record that a caller waits, or has waited, for it."""
 
-    def __init__(self, op: Collective, ledger: WorkLedger, *, seq: int, timeout: float) -> None:
+    def __init__(self, op: Collective, ledger: Any, *, seq: int, timeout: float) -> None:
+        """`ledger` is that of the group, a `Ledger`, whose module imports this one."""
         self.op = op
         self.seq = seq
         self.ledger = ledger
@@ -109,7 +86,7 @@ class Work:
         self._callbacks: deque[Callable[[Work], None]] = deque()
 
     @classmethod
-    def over(cls, op: Collective, ledger: WorkLedger, *, started: float, timeout: float) -> Work:
+    def over(cls, op: Collective, ledger: Any, *, started: float, timeout: float) -> Work:
         """The Work of an operation that was complete before its Work existed, with no deadline, hook or listener to serve."""
         work = cls(op, ledger, seq=ledger.next_seq(), timeout=timeout)
         work.ordinal = ledger.next_ordinal(op)
@@ -148,7 +125,7 @@ class Work:
             group, self.group = self.group, None
             self._latch.release()
             if self._future is not None:
-                self._future.complete_in_order(error, self.op.outputs)
+                self.ledger.futures.put(self._future, error, self.op.outputs)
             _call_back(self, self._callbacks)
         del group  # perhaps the last reference, which ends the group's threads: so this comes last
         return True
@@ -194,7 +171,7 @@ class Work:
             if not self.wait_settled(remaining):
                 self.ledger.expire(self)
         elif not self.wait_settled(limit):
-            late = self.ledger.timed_out(self, limit)
+            late: CollectiveTimeout = self.ledger.timed_out(self, limit)
             if limit >= _LONG:
                 writer.add_report(late)
             raise late
@@ -219,7 +196,7 @@ class Work:
 
     def is_success(self) -> bool:
         """Whether it has finished and the outputs hold the result."""
-        return self.settled and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
         """The error it failed with; None while it runs and after success."""

@@ -8,7 +8,7 @@ link: its bytes follow those of the previous operation, and arrive one latency a
     arrived = sent + latency
 
 so two operations in flight share the rate but not the latency, like packets on a wire. The bytes are those that the best algorithm
-makes a rank send (`collectives.traffic`), or receive if it only receives. The inner group's time is added, so use a fast one.
+makes a rank send (`collectives.op.sent_bytes`), or receive if it only receives. The inner group's time is added, so use a fast one.
 Groups made by `split` use the same link. Slow start, loss and headers are not modeled: `hosts(n, mbit=...)` has all of them.
 
 Each operation has its own thread for as long as it is on the link: the thread that settles an operation runs the callbacks of its
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gradwire.collectives import Collective, OpKind
-from gradwire.collectives.traffic import sent_bytes
+from gradwire.collectives.op import sent_bytes
 from gradwire.errors import CollectiveTimeout, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.forked import finalize_here

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Layout, Scope, Signature
 from gradwire.collectives.matching import mismatch
+from gradwire.collectives.op import sent_bytes
 from gradwire.collectives.reference import perform
-from gradwire.collectives.traffic import sent_bytes
 from gradwire.errors import CollectiveMismatch, UsageError
 from gradwire.hooks import BucketSpec, CommHook, OuterHook, Reduced, Turn
 from gradwire.hooks.arguments import check_hooks
@@ -35,7 +35,7 @@ class Exchange:
     nbytes: tuple[int, ...]
     """The bytes that each rank contributed; 0 if it takes no part."""
     sent: tuple[float, ...]
-    """The bytes that each rank had to send: see `collectives.traffic`. If hosts were given, those inside a host do not count."""
+    """The bytes that each rank had to send: see `sent_bytes`. If hosts were given, those inside a host do not count."""
 
 
 def _busiest(exchanges: Sequence[Sequence[float]]) -> float:

@@ -115,13 +115,13 @@ def test_an_unknown_kind_is_an_error_that_lists_the_known_ones(
 
 @pytest.mark.parametrize("name", ["gloo", "recorded"])
 def test_a_name_cannot_be_registered_twice(name: str, recorded: str) -> None:
-    with pytest.raises(UsageError, match=rf"the kind '{name}' is already registered, as GroupKind\(name='{name}'"):
+    with pytest.raises(UsageError, match=rf"the name '{name}' is already registered, as GroupKind\(name='{name}'"):
         register_kind(GroupKind(name, recorded_gloo))
 
 
 @pytest.mark.parametrize("name", ["", "auto"])
 def test_names_that_mean_something_else_are_refused(name: str) -> None:
-    with pytest.raises(UsageError, match=f"the name '{name}' cannot be used"):
+    with pytest.raises(UsageError, match=f"the name '{name}' is not allowed"):
         register_kind(GroupKind(name, recorded_gloo))
 
 
@@ -227,7 +227,7 @@ def test_two_packages_with_one_kind(install: Callable[[str, str], None]) -> None
 
 @pytest.mark.parametrize("kind", [GroupKind(3, recorded_gloo), GroupKind("nothing", None)])  # type: ignore[arg-type]
 def test_a_kind_has_a_name_and_a_function(kind: GroupKind) -> None:
-    with pytest.raises(UsageTypeError, match="with a string and a function"):
+    with pytest.raises(UsageTypeError, match="a string and a function"):
         register_kind(kind)
 
 

@@ -2,13 +2,9 @@
 
 Note [Why in pieces]
 Gloo moves a message over one connection from a single buffer, and while it writes a long one it hardly reads. When two ranks send
-to each other at the same time, as in an all-to-all or an all-gather, a full-duplex link is then often used in one direction after
-the other: 3.6 MB each way over 100 Mbit/s took between 0.30 and 0.60 s where the link needs 0.29. In pieces of 256 KiB, all started
-at once, it took 0.30 to 0.35. Over 1 Gbit/s it made no difference (0.031 s, and 0.028 in one piece, which occasionally took 0.054).
-Pieces are slower only between processes of one machine, where no link is the limit: 12 ms instead of 5. Shared memory is for
-those. Gloo's own ring all-reduce is already split into segments.
-
-Every rank splits alike: only what has the same size on all of them is split.
+to each other, a full-duplex link is then often used in one direction after the other: 3.6 MB each way over 100 Mbit/s took between
+0.30 and 0.60 s where the link needs 0.29. In pieces of 256 KiB, all started at once, it took 0.30 to 0.35; over 1 Gbit/s it made no
+difference. Gloo's own ring all-reduce is already split into segments. Only what has the same size on all ranks is split.
 """
 
 from __future__ import annotations
@@ -84,5 +80,4 @@ class Pieces:
         return True
 
     def is_completed(self) -> bool:
-        """Whether all of them have finished or failed."""
         return all(native.is_completed() for native, _ in list(self._steps))

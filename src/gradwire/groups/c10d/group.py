@@ -35,8 +35,7 @@ from gradwire.groups.c10d.capabilities import (
     timeout_of,
 )
 from gradwire.groups.c10d.engine import C10dEngine
-from gradwire.groups.c10d.gloo import ENGINE_MARGIN, make_gloo
-from gradwire.groups.c10d.nccl import make_nccl
+from gradwire.groups.c10d.own_engines import ENGINE_MARGIN, make_gloo, make_nccl
 from gradwire.groups.c10d.teardown import Teardown, destroy, quiesce
 from gradwire.groups.c10d.work import (
     C10dWork,
@@ -141,7 +140,6 @@ class C10dGroup(Group):
     # -- the one verb --------------------------------------------------------------------------------------------------
 
     def submit(self, op: Collective) -> Work:
-        """Pass `op` to the engine, or its program to the lane."""
         backend, engine = self._backend(op.device)
         if op.kind.is_p2p:
             work = self.begin(op, C10dWork)
@@ -239,7 +237,6 @@ class C10dGroup(Group):
         self._messages.start(native, finish)
 
     def orders_streams(self, device: torch.device) -> bool:
-        """As the engine for that device."""
         return self._backend(device)[1].stream_ordered
 
     # -- failures ------------------------------------------------------------------------------------------------------
@@ -267,7 +264,6 @@ class C10dGroup(Group):
             self._monitor.report(error)
 
     def check_peers(self) -> None:
-        """Read the membership now; raise if a peer is lost or has aborted."""
         self._monitor.check_peers()
         super().check_peers()
 
@@ -302,26 +298,23 @@ class C10dGroup(Group):
         self._own(make_gloo(store, self.rank, self.size, self.timeout)[0])
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Which ranks have joined, according to the store."""
         return self._monitor.arrivals(work)
 
     # -- members and life ----------------------------------------------------------------------------------------------
 
     def _backend(self, device: torch.device) -> tuple[Any, C10dEngine]:
-        """The backend for this device, and its engine."""
         known = self._backends.get(device.type)
         if known is None:
             known = self._backends[device.type] = find_engine(self.pg, device)
         return known
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
-        """A group over a new engine of the same kind."""
         in_group_rank = ranks.index(self.rank)
         backend, engine = self._backend(torch.device("cpu"))
         if engine.name == "gloo" and self._store is not None:
             # Several groups over one process group may split off parts with the same name: each part has its own prefix.
             number = self._store.add(f"{name}/{in_group_rank}/parts", 1)
-            store = self._monitor.part_of(self._store, f"{name}/{number}")
+            store = PrefixStore(f"{name}/{number}", self._store)
             return C10dGroup.gloo(store, in_group_rank, len(ranks), timeout=self.timeout, name=name)
         if not can_split(backend):
             raise UsageError(

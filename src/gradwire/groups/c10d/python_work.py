@@ -1,16 +1,11 @@
 """Adapts what a process group written in Python returns to the interface of c10d's Work.
 
 Note [Work written in Python]
-Such a group returns one of three things, and torch's base class cannot report for any of them whether they are done:
-
-- a C++ Work of torch, from an engine it delegates to, or `_create_work_from_future(future)`, which cannot be waited for with a
-  timeout and does not raise the error in its future;
-- a subclass of torch's Work, or any other object, with `wait(timeout)` and `get_future()`: the two methods that torch calls;
-- the same with `wait` alone.
-
+Such a group returns a C++ Work of torch (from an engine it delegates to, or `_create_work_from_future(future)`, which cannot be
+waited for with a timeout and does not raise the error in its future), or an object with `wait(timeout)` and `get_future()`, the two
+methods that torch calls, or with `wait` alone. torch's base class cannot report for any of them whether they are done.
 A future reports its own completion, so it is used first; then `wait` is called, because it may be where the group writes the
 result. Without a future a thread calls `wait`, with the operation's deadline. Callers wait for an event, with any timeout.
-
 DDP's reducer takes the result of an all-reduce from the future, not from the tensors it passed in; so do we where they differ.
 """
 
@@ -41,9 +36,7 @@ def adapt(work: Any, op: Collective, method: str, timeout: float) -> Any:
             f"{op}: {method} returned {work!r}, which is not a Work. Return a subclass of torch.distributed.Work with wait and "
             "get_future, or _create_work_from_future(future)."
         )
-    if has_future:
-        return _PythonWork(op, work.get_future(), work if waits else None, timeout)
-    return _WaitedWork(op, work, timeout)
+    return PythonWork(op, work if waits else None, work.get_future() if has_future else None, timeout)
 
 
 def _wait(work: Any, timeout: timedelta) -> None:
@@ -68,90 +61,85 @@ class _CppWork:
     def __init__(self, work: Any, op: Collective) -> None:
         self._work = work
         self._op = op
-        self._wrapped: _PythonWork | None = None
+        self._wrapped: PythonWork | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Like c10d's, with or without a timeout."""
         if self._wrapped is None:
             try:
                 return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
             except RuntimeError as error:
                 if "finite timeout not implemented" not in str(error):
                     raise
-            self._wrapped = _PythonWork(self._op, self._work.get_future(), None, 0.0)
+            self._wrapped = PythonWork(self._op, None, self._work.get_future(), 0.0)
         return self._wrapped.wait(timeout)
 
     def is_completed(self) -> bool:
-        """Whether it has finished or failed."""
         return bool(self._work.is_completed())
 
     def _source_rank(self) -> int:
         return int(self._work._source_rank())
 
 
-class PythonOutcome:
-    """Done when its event is set; `_finish` then runs once, in the first thread that waits. No C++ engine waits for it."""
+class PythonWork:
+    """Done when its future is, or, without one, when its `wait` has returned in a thread. No C++ engine waits for it."""
 
-    def __init__(self, op: Collective) -> None:
+    def __init__(self, op: Collective, work: Any, future: Any, timeout: float) -> None:
         self._op = op
+        self._work = work
+        self._future = future
+        self._timeout = timedelta(seconds=timeout)
         self._over = threading.Event()
         self._lock = threading.Lock()
-        self._finished = False
+        self._taken = False
+        self._source = -1
         self._error: BaseException | None = None
+        if future is None:
+            threading.Thread(target=self._call_wait, name=f"gradwire-wait-{op.kind.value}", daemon=True).start()
+        else:
+            over = self._over
+            future.add_done_callback(lambda _: over.set())
+
+    def _call_wait(self) -> None:
+        try:
+            _wait(self._work, self._timeout)
+            if self._op.device.type == "cuda":
+                torch.cuda.current_stream(self._op.device).synchronize()
+        except BaseException as error:  # SystemExit would silently end the thread
+            self._error = error
+        self._over.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raise the error it failed with, or, like c10d, RuntimeError if it is not done in time."""
         if not self._over.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError(f"{self._op}: still running after {timeout}")
         with self._lock:
-            if not self._finished:
-                self._finished = True
+            if not self._taken:
+                self._taken = True
                 try:
-                    self._finish()
+                    self._take_result()
                 except BaseException as error:
                     self._error = error
                 # An error's traceback holds this object, which holds the error: the cycle must not keep the group's engine alive.
-                self._release()
+                self._work = self._future = None
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has finished or failed."""
         return self._over.is_set()
 
-    def _finish(self) -> None:
+    def _take_result(self) -> None:
         """Write the result to the outputs, or raise the error."""
-
-    def _release(self) -> None:
-        """Drop what is no longer needed."""
-
-
-class _PythonWork(PythonOutcome):
-    """Done when its future is."""
-
-    def __init__(self, op: Collective, future: Any, work: Any, timeout: float) -> None:
-        super().__init__(op)
-        self._future = future
-        self._work = work
-        self._timeout = timedelta(seconds=timeout)
-        self._source = -1
-        over = self._over
-        future.add_done_callback(lambda _: over.set())
-
-    def _finish(self) -> None:
-        if self._work is not None:
-            _wait(self._work, self._timeout)
-        value = self._future.wait()
-        if isinstance(value, BaseException):  # what set_exception stores, once the future has passed through C++
-            raise value
-        if self._op.kind is OpKind.ALL_REDUCE:
-            _take(value, self._op.outputs)
-        if self._op.kind is OpKind.RECV and self._op.peer is None:
+        if self._future is not None:
+            if self._work is not None:
+                _wait(self._work, self._timeout)
+            value = self._future.wait()
+            if isinstance(value, BaseException):  # what set_exception stores, once the future has passed through C++
+                raise value
+            if self._op.kind is OpKind.ALL_REDUCE:
+                _take(value, self._op.outputs)
+        if self._error is None and self._op.kind is OpKind.RECV and self._op.peer is None:
             self._source = int(self._work._source_rank())
-
-    def _release(self) -> None:
-        self._work = self._future = None
 
     def _source_rank(self) -> int:
         return self._source
@@ -165,25 +153,3 @@ def _take(value: Any, outputs: tuple[Tensor, ...]) -> None:
     for result, output in zip(results, outputs, strict=True):
         if isinstance(result, Tensor) and result.numel() == output.numel() and result.data_ptr() != output.data_ptr():
             store(output.detach(), result)
-
-
-class _WaitedWork(PythonOutcome):
-    """Done when its `wait` returns, in a separate thread."""
-
-    def __init__(self, op: Collective, work: Any, timeout: float) -> None:
-        super().__init__(op)
-        self._work = work
-        self._timeout = timedelta(seconds=timeout)
-        threading.Thread(target=self._run, name=f"gradwire-wait-{op.kind.value}", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            _wait(self._work, self._timeout)
-            if self._op.device.type == "cuda":
-                torch.cuda.current_stream(self._op.device).synchronize()
-        except BaseException as error:  # SystemExit would silently end the thread
-            self._error = error
-        self._over.set()
-
-    def _source_rank(self) -> int:
-        return int(self._work._source_rank())

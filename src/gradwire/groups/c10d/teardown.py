@@ -1,14 +1,11 @@
 """Destroys torch.distributed engines without leaving a thread inside them.
 
 Note [The engine's threads and the interpreter's end]
-A C++ thread that waits for the interpreter lock when the interpreter shuts down is unwound by force, which C++ answers with
-"terminate called without an active exception": the program aborts although nothing is wrong. Two kinds of threads wait for it: a
-Python thread inside a call of the engine, such as its destructor, which waits for its operations; and a worker thread of gloo,
-which drops an operation's tensors after the operation counts as completed, and takes the lock if it held the last reference.
-
-So when a group ends, and at interpreter exit, operations get a moment to finish. If some do not, gloo's connections are aborted,
-which fails everything in them at once. Then no Python thread is inside, and the destructor, which joins gloo's threads, takes
-milliseconds. An engine that is still busy after that is not destroyed: a reference to it is leaked.
+A C++ thread that waits for the interpreter lock when the interpreter shuts down is unwound by force, and the program aborts with
+"terminate called without an active exception". It may be a Python thread inside a call of the engine, such as its destructor, or a
+thread of gloo that drops the last reference to an operation's tensors. So when a group ends, and at interpreter exit, operations
+get a moment to finish. If some do not, gloo's connections are aborted, which fails everything in them. Then no Python thread is
+inside, and the destructor takes milliseconds. An engine that is still busy after that is not destroyed: a reference is leaked.
 
 Note [Aborting gloo]
 `ProcessGroupGloo.abort()` leaves operations where they are. But a receive that times out closes all connections of its engine, and
@@ -29,7 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from gradwire.groups.c10d.engine import C10dEngine
-from gradwire.groups.c10d.python_work import PythonOutcome
+from gradwire.groups.c10d.python_work import PythonWork
 from gradwire.groups.c10d.work import C10dWork, CompletionPoller, MessageThreads
 from gradwire.groups.ledger import Ledger
 from gradwire.runtime.threads import Worker
@@ -111,7 +108,7 @@ class Teardown:
             idle = quiesce([backend for backend, _ in self.backends.values()], self._natives, _MOMENT)
             idle &= self.messages.stop(timeout=5.0)
         self.backends.clear()
-        leak = [] if idle else [native for native in self._natives() if not isinstance(native, PythonOutcome)]
+        leak = [] if idle else [native for native in self._natives() if not isinstance(native, PythonWork)]
         self.poller.abandoned.clear()  # a Work that a caller keeps references the poller, and must not keep the engine alive
         destroy(self.owned, leak=leak)
 

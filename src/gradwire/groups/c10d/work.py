@@ -103,7 +103,6 @@ class C10dWork(Work):
         self._polled = False
 
     def watch(self, native: Any, on_error: Callable[[BaseException], None], poller: CompletionPoller) -> None:
-        """From now on follow `native`."""
         self._on_error = on_error
         self._poller = poller
         self.native = native
@@ -137,17 +136,11 @@ class C10dWork(Work):
             self._poller.put(self)
 
     def add_done_callback(self, fn: Callable[[Work], None]) -> None:
-        """As in Work; the poller makes sure that it is called promptly."""
         super().add_done_callback(fn)
         self._poll_if_needed()
 
     def is_completed(self) -> bool:
-        """Whether it has finished or failed."""
         return self.settled or self.look()
-
-    def is_success(self) -> bool:
-        """Whether it has finished and the outputs hold the result."""
-        return self.is_completed() and self._error is None
 
     def look(self) -> bool:
         """Settle if the engine is done, without waiting. True once settled."""
@@ -224,7 +217,7 @@ class CompletionPoller:
     def abandon(self, native: Any) -> None:
         """Keep a Work that is no longer waited for until the engine is done with it."""
         with self._lock:
-            self.abandoned = [other for other in self.abandoned if not other.is_completed()] + [native]
+            self.abandoned = [*self.take_abandoned(), native]
 
     def take_abandoned(self) -> list[Any]:
         """Those that the engine is still busy with."""

@@ -1,33 +1,34 @@
 """Membership: the state of the ranks of a group in different processes, kept in the rendezvous store.
 
 Engines report little: gloo's "connection closed by peer" names no rank, and neither does a timeout. So every rank writes a page
-into the store: its host and process, how many collectives it has joined, and how it left. It reads the others' pages when an
-operation has been in flight for a while. `member_pages.py` has the pages.
+into the store: its host and process, how many collectives it has joined, and how it left. It reads the others'
+pages when an operation has been in flight for a while.
 
 Note [Dead, or only silent]
 A rank counts as dead only on proof: its process, on this host, is gone or a zombie, or it wrote that it left, or another rank wrote
-that it is lost. Silence is not proof: a rank that computes, or is stopped in a debugger, is silent too. Neither is a process that
-cannot be inspected because this one has no file descriptors left.
+that it is lost. A rank that computes, or is stopped in a debugger, is silent too, and a process cannot be inspected when this one
+has no file descriptors left.
 
 Note [Membership traffic]
 Nothing is written or read for operations that finish at once. A rank writes its count of collectives when one of them is slow, and
-after a pause between operations, a short one at first, later `_LONGEST_QUIET_PAUSE` seconds. A rank with a slow operation reads one
-number, how often any page has changed, at intervals that double up to `_LONGEST_PAUSE`; pages are read, all in one call, only when
-it has changed. When an operation times out they are read once more, so that the missing ranks are up to date.
+after a pause between operations. A rank with a slow operation reads one number, how often any page has changed, at intervals that
+double up to `_LONGEST_PAUSE`; pages are read, all in one call, only when it has changed, and once more when an operation times out.
 
 Note [One membership per process group]
 Groups over one process group submit their operations to the same engine, so they share a membership, which counts the collectives
-of the process group. Ranks need not open and close such groups alike: one rank may open a group alone to inspect it, and close it
-again. So the collectives themselves are the only thing that ranks can number consistently. A rank that has closed its last group
-and opens another continues its count.
+of the process group. Ranks need not open and close such groups alike, so the collectives themselves are the only thing that they
+number consistently; a rank that has closed its last group and opens another continues its count. (Collectives that bypass gradwire
+are not counted.) A page may therefore be stale: a rank that left when it had joined no more collectives than this rank at the time
+it opened its group may be about to open one as well. Neither that nor a failure recorded then proves that it is lost; a timeout
+still names it.
 
-A page may therefore be stale: a rank that left when it had joined no more collectives than this rank at the time it opened its
-group may be about to open one as well. That does not prove that it is lost, and neither does a failure that was recorded then. A
-timeout still names such a rank: it has not joined. Collectives that bypass gradwire (`dist.all_reduce`) are not counted.
+A process group that is destroyed and made again may have the same store and the same keys. So each rank numbers the process groups
+over a store in which it has opened groups, and writes its number into its page. Of a rank with another number nothing is known, not
+even whether it has joined: a timeout that would depend on it names no ranks.
 
-A process group that is destroyed and made again may have the same store and the same keys. Each rank therefore numbers the process
-groups over a store in which it has opened groups, and writes its number into its page. Nothing is known of a rank with another
-number, not even whether it has joined, so a timeout that would depend on it names no ranks.
+Note [An exchange that outlives its epoch]
+Ranks that recover together begin a new epoch, with new keys. A call to the store may be in progress on a thread at that moment.
+What it reads is about the old epoch and is written into the old `Epoch`, so it cannot hide a failure of the new one or invent one.
 """
 
 from __future__ import annotations
@@ -39,19 +40,18 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
+from torch._C._distributed_c10d import FileStore, HashStore
 
-from gradwire.errors import ClosedError
-from gradwire.groups.failure.member_pages import Epoch, MemberPage, Peers
 from gradwire.groups.failure.store_calls import StoreCalls, bounded, innermost
 from gradwire.groups.store.private_store import PrivateStore
 from gradwire.groups.store.rendezvous import MemberProcess, Rendezvous
 from gradwire.recorder.source import derived_id
-from gradwire.runtime.host import process_start
+from gradwire.runtime.host import host_identity, is_dead, process_start
 
 _STORE_PATIENCE = timedelta(seconds=3)
 _REPORTED_WITHIN = 1.0
@@ -60,12 +60,123 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _LONGEST_QUIET_PAUSE = 1.0
 
 
-class _PartOfStore(PrefixStore):
-    """The keys of a subgroup, and the connection to them that memberships share."""
+@dataclass(slots=True)
+class MemberPage:
+    """One rank's page."""
 
-    def __init__(self, prefix: str, store: Any, connection: Any) -> None:
-        super().__init__(prefix, store)
-        self.connection = PrefixStore(prefix, connection)
+    host: str = ""
+    pid: int = 0
+    start: str = ""
+    joined: int = 0
+    left: str = ""
+    number: int = 0
+    """Which process group over the store the page is about: see Note [One membership per process group]."""
+
+
+@dataclass(slots=True)
+class Peers:
+    """The other ranks, by their pages as last read."""
+
+    members: dict[int, MemberPage]
+    number: int = 0
+    before: int = -1
+    """Pages that ranks wrote when they had joined at most this many collectives may be about an earlier group."""
+    here: str = field(default_factory=host_identity)
+
+    def in_next_epoch(self) -> Peers:
+        """The same processes, none of which has joined a collective yet."""
+        members = {rank: MemberPage(m.host, m.pid, m.start, number=self.number) for rank, m in self.members.items()}
+        return Peers(members, self.number, here=self.here)
+
+    def joined(self, place: int) -> tuple[int, ...] | None:
+        """Those that have joined at least `place` collectives. None if that is unknown for any of them."""
+        if any(member.pid and member.number != self.number for member in self.members.values()):
+            return None
+        return tuple(rank for rank, member in self.members.items() if member.joined >= place)
+
+    def dead(self) -> int | None:
+        """One whose process on this host has ended without leaving."""
+        for rank, member in self.members.items():
+            on_this_host = bool(member.pid) and member.host == self.here
+            if on_this_host and not self._has_left(member) and is_dead(member.pid, member.start):
+                return rank
+        return None
+
+    def left_before(self, joined: int) -> int | None:
+        """One that left before it had joined `joined` collectives."""
+        left = (rank for rank, member in self.members.items() if self._has_left(member) and member.joined < joined)
+        return next(left, None)
+
+    def all_left(self) -> int | None:
+        """One of them, if all have left."""
+        return max(self.members) if self.members and all(map(self._has_left, self.members.values())) else None
+
+    def _has_left(self, member: MemberPage) -> bool:
+        return bool(member.left) and self.is_current(member.number, member.joined)
+
+    def is_current(self, number: int, joined: int) -> bool:
+        """Whether what a rank wrote is certainly about the current groups."""
+        return number == self.number and joined > self.before
+
+
+@dataclass(slots=True)
+class Epoch:
+    """What is known since the ranks last recovered together: see Note [An exchange that outlives its epoch]."""
+
+    prefix: str
+    peers: Peers
+    failure_record: tuple[int | None, str] | None = None
+    unreported: list[Any] | None = None
+    """The failure that this rank has found, until it is in the store."""
+    published: tuple[int, str] | None = None
+    seen: int = -1
+    """How often pages had changed when they were last read."""
+
+    def write(self, store: Any, rank: int, page: MemberPage) -> None:
+        """Write this rank's page if it has changed, and a failure that is not reported yet."""
+        if self.unreported is not None:
+            self._put(store, "lost", self.unreported)
+            self.unreported = None
+        if self.published != (page.joined, page.left):
+            page.number = self.peers.number
+            self._put(store, f"{rank}", asdict(page))
+            self.published = (page.joined, page.left)
+
+    def _put(self, store: Any, key: str, value: object) -> None:
+        store.set(f"{self.prefix}/{key}", json.dumps(value))
+        store.add(f"{self.prefix}/changes", 1)
+
+    def read(self, store: Any) -> None:
+        """Read the others' pages and the failure record, if any has changed."""
+        changes = store.add(f"{self.prefix}/changes", 0)
+        if changes == self.seen:
+            return
+        others = list(self.peers.members)
+        keys = [f"{self.prefix}/{r}" for r in others]
+        if keys and not store.check(keys):  # some ranks have not made their group yet
+            others = [r for r, key in zip(others, keys, strict=True) if store.check([key])]
+            keys = [f"{self.prefix}/{r}" for r in others]
+        pages = store.multi_get(keys) if keys and store.has_extended_api() else [store.get(key) for key in keys]
+        for r, page in zip(others, pages, strict=True):
+            self.peers.members[r] = MemberPage(**json.loads(page))
+        if self.failure_record is None and (lost := self._lost(store)) is not None:
+            rank, reason, number, joined = lost
+            if self.peers.is_current(number, joined):
+                self.failure_record = (rank, reason)
+        self.seen = changes
+
+    def _lost(self, store: Any) -> Any:
+        key = f"{self.prefix}/lost"
+        return json.loads(store.get(key)) if store.check([key]) else None
+
+    def date_earlier_group(self, store: Any) -> None:
+        """Treat everything that ranks wrote when they left or failed as about the earlier group, whatever their counts."""
+        self.read(store)
+        earlier = [self.peers.before]
+        earlier += [m.joined for m in self.peers.members.values() if m.left and m.number == self.peers.number]
+        if (lost := self._lost(store)) is not None:
+            earlier.append(lost[3])
+        self.peers.before, self.failure_record = max(earlier), None
 
 
 class Membership:
@@ -98,15 +209,17 @@ class Membership:
         """How often the ranks have recovered together."""
         self.group_ids: Iterator[int]
         """The identities, for records, of the groups over this membership. Ranks make them in the same order."""
+        unread = {r: MemberPage() for r in range(size) if r != rank}
         if resumes is None:
             number = rendezvous.store.add(f"{self._base}/{rank}/number", 1) if key else 0
             shared = rendezvous.shared_id(f"{self._base}/{number}/id")
             self.group_ids = (derived_id(shared, n) for n in itertools.count(1))
-            self._epoch = self._new_epoch(Peers.of(rank, size, number=number))
+            peers = Peers(unread, number)
         else:
             self.group_ids = resumes.group_ids
-            peers = Peers.of(rank, size, number=resumes.peers.number, before=self.joined)
-            self._epoch = self._new_epoch(peers)
+            peers = Peers(unread, resumes.peers.number, before=self.joined)
+        self._epoch = self._new_epoch(peers)
+        if resumes is not None:
             # This rank may have called recover() in the earlier group without success.
             rendezvous.store.set(self._recovery_keys()[rank], "")
             date = partial(self._epoch.date_earlier_group, connection)
@@ -129,12 +242,6 @@ class Membership:
                 _OF_PROCESS_GROUP[pg] = known
             known.users.add(group)
             return known
-
-    def part_of(self, store: Any, name: str) -> PrefixStore:
-        """The part of `store` for a subgroup, whose membership uses the same connection: its calls are short."""
-        if self._connection is None:
-            raise ClosedError(f"subgroup {name!r}: its parent group is closed. Split before close().")
-        return _PartOfStore(name, store, self._connection)
 
     @property
     def peers(self) -> Peers:
@@ -196,7 +303,6 @@ class Membership:
 
     @property
     def store_lost(self) -> bool:
-        """Whether the store has stopped answering."""
         return self._calls.lost
 
     def tick(self, *, slow: bool) -> None:
@@ -207,7 +313,7 @@ class Membership:
             if now >= self._next_look and not self._calls.busy:
                 self._next_look = now + self._look_pause
                 self._look_pause = min(2 * self._look_pause, _LONGEST_PAUSE)
-                self._calls.run(self._write_and_read, within=0.0)
+                self._calls.run(partial(self._write, read=True), within=0.0)
             return
         self._look_pause, self._next_look = _SHORTEST_PAUSE, 0.0
         if self._epoch.unreported is None and self._epoch.published == (self.joined, self._left):
@@ -247,23 +353,18 @@ class Membership:
 
     # -- on the thread of a store call ---------------------------------------------------------------------------------
 
-    def _write(self) -> None:
+    def _write(self, *, read: bool = False) -> None:
         store, epoch = self._connection, self._epoch
         if store is not None:
-            epoch.write(
-                store, self.rank, MemberPage(epoch.peers.here, os.getpid(), self._start, self.joined, self._left)
-            )
+            here, pid = epoch.peers.here, os.getpid()
+            epoch.write(store, self.rank, MemberPage(here, pid, self._start, self.joined, self._left))
+            if read:
+                epoch.read(store)
 
     def _read(self) -> None:
         store = self._connection
         if store is not None:
             self._epoch.read(store)
-
-    def _write_and_read(self) -> None:
-        self._write()
-        self._read()
-
-    # -- who is missing ------------------------------------------------------------------------------------------------
 
     def have_joined(self, place: int) -> tuple[int, ...] | None:
         """The ranks that have joined at least `place` collectives, up to date if the store answers soon; None if unknown."""
@@ -274,8 +375,6 @@ class Membership:
 
 def _connection(store: Any) -> Any:
     """A separate connection to `store`: the caller's may be inside a blocking wait."""
-    if isinstance(store, _PartOfStore):
-        return store.connection
     if not isinstance(innermost(store), HashStore | FileStore | PrivateStore):  # which have no connection to share
         try:
             store = store.clone()

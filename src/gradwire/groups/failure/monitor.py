@@ -11,9 +11,6 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
-
-from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import OpKind
 from gradwire.errors import UNEVEN, CollectiveTimeout, GradwireError, GroupAborted, GroupError, PeerLost
@@ -98,7 +95,6 @@ class Monitor:
         return PeerLost(message, rank=rank, op=None if first is None else first.op.signature)
 
     def report(self, error: BaseException) -> None:
-        """Publish this rank's failure."""
         if self.membership is None:
             return
         mine = self._ledger.rank
@@ -153,7 +149,6 @@ class Monitor:
             raise CollectiveTimeout(f"recovery of {self._group()}: {error} within {timeout:.3g} s.") from None
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Which ranks have joined `work`."""
         rank, size, op = self._ledger.rank, self._ledger.size, work.op
         if op.kind.is_p2p:
             return None if op.peer is None else Arrivals((rank,), (op.peer,))
@@ -163,10 +158,6 @@ class Monitor:
         if joined is None:
             return None
         return Arrivals(joined, tuple(r for r in range(size) if r not in joined))
-
-    def part_of(self, store: Any, name: str) -> PrefixStore:
-        """The part of the group's own `store` for a subgroup."""
-        return PrefixStore(name, store) if self.membership is None else self.membership.part_of(store, name)
 
     def leave(self, failure: BaseException | None) -> None:
         """Publish that this rank has left, and whether because of a failure."""

@@ -2,10 +2,8 @@
 
 Note [Store calls without a deadline]
 A store's own timeout covers waiting for a key, not waiting for an answer: every call to a TCPStore blocks for as long as the
-process that hosts it is stopped, or its host is down. torch's FileStore appends records to a file; if a process is killed while it
-writes, the record is incomplete, and every call of the others reads forever. So calls are made on a thread and abandoned when the
-time is up. That thread cannot be stopped; it is left behind, and the store is not called again.
-See Note [Threads in C++ at exit] for what becomes of it.
+process that hosts it is stopped, and every call to a FileStore forever if a process was killed while it wrote. So calls are made on
+a thread and abandoned when the time is up; the store is not called again. See Note [Threads in C++ at exit].
 """
 
 from __future__ import annotations
@@ -86,7 +84,6 @@ class StoreCalls:
 
     @property
     def busy(self) -> bool:
-        """Whether an exchange is in progress."""
         call = self._call
         return call is not None and call.thread.is_alive()
 
@@ -119,5 +116,4 @@ class StoreCalls:
             done.append(True)
 
     def close(self) -> None:
-        """Do not call the store again."""
         self._closed = True

@@ -29,7 +29,6 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def watch(self, ledger: Ledger) -> None:
-        """Watch one more ledger."""
         with self._lock:
             self._ledgers.append(ledger)
 
@@ -57,7 +56,6 @@ class Watchdog:
             check()
 
     def stop(self) -> None:
-        """End the thread and stop watching."""
         self._stopping.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

@@ -307,7 +307,7 @@ class HierarchicalGroup(Group):
                 "Make the group with discover(), or with messages=."
             )
         rank = ranks.index(self.rank)
-        store = PrefixStore(name, HashStore()) if self._store is None else self._monitor.part_of(self._store, name)
+        store = PrefixStore(name, HashStore() if self._store is None else self._store)
         rendezvous = Rendezvous(store, rank, len(ranks), timeout=self.timeout, who=f"sub-group {ranks} of {self}")
 
         def inside(part: str, members: Sequence[int]) -> Group:

@@ -6,11 +6,10 @@ only this user's processes can open (`runtime/private_file.py`), so no process h
 
 Note [A log that survives its writers]
 The file is a log of records: a key and its value, or that it was deleted. Its first word is the end of the log. A writer locks the
-file, appends its records, and only then moves the end: one that is killed halfway has written nothing, its lock is released by the
-kernel, and the next writer overwrites what it left. torch's FileStore has no such end marker: a record that a killed process left
-half-written makes all others read forever. A writer that is stopped while it holds the lock blocks only other writers, which give
-up after `_LOCK_PATIENCE` seconds. Everything before the end is immutable, so readers need no lock. The log only grows, by about 200
-bytes for each page that a rank writes.
+file, appends its records, and only then moves the end: one that is killed halfway has written nothing, and the kernel releases its
+lock. torch's FileStore has no such end marker: a half-written record makes all others read forever. A writer that is stopped while
+it holds the lock blocks only other writers, for `_LOCK_PATIENCE` seconds: what lies before the end is immutable, so readers need no
+lock. The log only grows, by about 200 bytes for each page that a rank writes.
 
 Note [Kept until closed]
 C++ code (a PrefixStore, an engine) keeps the C++ half of a store alive, but calls methods of the Python half. So an open store is
@@ -19,6 +18,7 @@ referenced here until `close()`, after which every call raises. A forked child h
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -68,7 +68,6 @@ class PrivateStore(Store):
 
     @classmethod
     def create(cls, *, keep: Any = None) -> PrivateStore:
-        """A new store."""
         return cls(create(), keep=keep)
 
     @classmethod
@@ -119,16 +118,13 @@ class PrivateStore(Store):
     # -- torch's interface ---------------------------------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write one key."""
         self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Write several keys at once."""
         with self._locked():
             self._append([(key, _bytes(value)) for key, value in zip(keys, values, strict=True)])
 
     def get(self, key: str) -> bytes:
-        """The value of a key; waits until it is set."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -147,7 +143,6 @@ class PrivateStore(Store):
             return total
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to the key's value."""
         with self._locked() as values:
             self._append([(key, values.get(key, b"") + _bytes(value))])
 
@@ -161,11 +156,9 @@ class PrivateStore(Store):
             return _bytes(expected) if now is None else now
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; whether it existed."""
         return bool(self.delete([key]))
 
     def delete(self, keys: Sequence[str]) -> int:
-        """Delete several keys at once; how many existed."""
         with self._locked() as values:
             deletions = [(key, None) for key in keys if key in values]
             if deletions:
@@ -173,7 +166,6 @@ class PrivateStore(Store):
             return len(deletions)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are set."""
         with self._reading() as values:
             return all(key in values for key in keys)
 
@@ -195,16 +187,13 @@ class PrivateStore(Store):
             _pause(began)
 
     def list_keys(self) -> list[str]:
-        """All keys."""
         with self._reading() as values:
             return list(values)
 
     def num_keys(self) -> int:
-        """How many keys there are."""
         return len(self.list_keys())
 
     def has_extended_api(self) -> bool:
-        """append, multi_get and multi_set are implemented."""
         return True
 
     def clone(self) -> PrivateStore:
@@ -260,16 +249,10 @@ class PrivateStore(Store):
             _pause(began)
 
     def _refresh(self) -> None:
-        """Read what is new."""
         (end,) = _END.unpack(os.pread(self._fd, _END.size, 0))
-        data = b""
-        while self._at + len(data) < end:
-            piece = os.pread(self._fd, end - self._at - len(data), self._at + len(data))
-            if not piece:
-                raise DistStoreError(
-                    f"the private store: its file was truncated at byte {self._at + len(data)} of {end}"
-                )
-            data += piece
+        data = os.pread(self._fd, end - self._at, self._at)
+        if len(data) < end - self._at:
+            raise DistStoreError(f"the private store: its file was truncated at byte {self._at + len(data)} of {end}")
         self._apply(data)
 
     def _apply(self, data: bytes) -> None:
@@ -287,18 +270,14 @@ class PrivateStore(Store):
 
     def _append(self, records: Sequence[tuple[str, bytes | None]]) -> None:
         """Append records. The file must be locked and read to its end."""
-        data = b"".join(_record(key, value) for key, value in records)
-        view, at = memoryview(data), self._at
-        while view:
-            written = os.pwrite(self._fd, view, at)
-            view, at = view[written:], at + written
-        os.pwrite(self._fd, _END.pack(at), 0)
+        data = b""
+        for key, value in records:
+            name = key.encode()
+            data += _RECORD.pack(len(name), _DELETED if value is None else len(value)) + name + (value or b"")
+        if os.pwrite(self._fd, data, self._at) < len(data):
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        os.pwrite(self._fd, _END.pack(self._at + len(data)), 0)
         self._apply(data)
-
-
-def _record(key: str, value: bytes | None) -> bytes:
-    name = key.encode()
-    return _RECORD.pack(len(name), _DELETED if value is None else len(value)) + name + (value or b"")
 
 
 def _bytes(value: str | bytes) -> bytes:
@@ -381,12 +360,12 @@ def mark_used(store: Any, rank: int) -> None:
 
 def _open_unused(name: str, rank: int) -> PrivateStore:
     private = PrivateStore.open(name)
-    if private.check([f"{_USED}{rank}"]):
-        private.close()
-        raise PrivateFileGone(
-            f"opening the private store {name}: it belongs to an earlier group, which rank 0 has not left yet."
-        )
-    return private
+    if not private.check([f"{_USED}{rank}"]):
+        return private
+    private.close()
+    raise PrivateFileGone(
+        f"opening the private store {name}: it belongs to an earlier group, which rank 0 has not left."
+    )
 
 
 def release(store: Any) -> None:

@@ -3,11 +3,9 @@
 Note [Meetings are watched]
 Inside `meeting(base)`, each rank has a page in the store with its host, its process and its version. Every wait has a deadline, and
 a few times a second it looks for a process on this host that has ended and for an error that another rank has reported. A rank
-whose part of the meeting fails reports that, so all ranks raise, also those on hosts that cannot see the process. A meeting that
-cannot succeed therefore ends at once on all ranks, and its error names the rank to look at.
-
-A group may be made of other groups, whose ranks have other numbers. So a wait in an inner meeting watches the outer meetings of its
-thread too, and what it finds there is raised in the terms of the outer one.
+whose part of the meeting fails reports that, so a meeting that cannot succeed ends at once on all ranks, and its error names the
+rank to look at. A group may be made of other groups, whose ranks have other numbers. So a wait in an inner meeting watches the
+outer meetings of its thread too, and what it finds there is raised in the terms of the outer one.
 """
 
 from __future__ import annotations
@@ -51,7 +49,6 @@ class MemberProcess:
 
     @classmethod
     def current(cls) -> MemberProcess:
-        """This one."""
         version = f"gradwire {import_module('gradwire').__version__} (protocol {PROTOCOL}, records {VERSION})"
         return cls(host_identity(), os.getpid(), process_start(os.getpid()) or "", version)
 
@@ -93,8 +90,8 @@ class Rendezvous:
         try:
             yield
         except Exception as error:
-            if report and all(error is not outer._failure for outer in active if outer is not self):
-                if isinstance(error, GroupError) and error is not self._failure:
+            if report and not any(outer.found(error) for outer in active if outer is not self):
+                if isinstance(error, GroupError) and not self.found(error):
                     with suppress(CollectiveTimeout):  # the store does not answer
                         self._check_reports()  # another rank may have failed first, and this one because of that
                 self._report(error)
@@ -104,7 +101,6 @@ class Rendezvous:
             self._failure = None  # its traceback refers to this object
 
     def key(self, name: str) -> str:
-        """A key of the current meeting."""
         return f"{self._base}/{name}"
 
     # -- waiting -------------------------------------------------------------------------------------------------------
@@ -173,7 +169,7 @@ class Rendezvous:
                     return
                 self.check()
             except RuntimeError as error:
-                if self._is_known(error):
+                if any(meeting.found(error) for meeting in _active()):
                     with suppress(RuntimeError):
                         if done(0.0):  # a rank that has what it needs may end before this one has looked
                             return
@@ -181,8 +177,7 @@ class Rendezvous:
                 self._blame(error)
                 raise
             if left <= 0:
-                too_late = late()
-                if too_late is None:
+                if (too_late := late()) is None:
                     return
                 raise too_late
 
@@ -245,9 +240,6 @@ class Rendezvous:
         """Whether this meeting, and not an inner one, has raised `error`."""
         return error is self._failure
 
-    def _is_known(self, error: RuntimeError) -> bool:
-        return any(error is meeting._failure for meeting in _active())
-
     def _blame(self, error: RuntimeError) -> None:
         """Raise the failure of a peer that explains `error`: a connection may break a moment before its process has ended."""
         deadline = time.monotonic() + _GRACE
@@ -273,10 +265,8 @@ class Rendezvous:
         return sorted(waited_for - reported) or list(missing)
 
     def _lost(self, rank: int, why: str) -> PeerLost:
-        text = (
-            f"{self.who}: rank {rank} is lost: {why} while the group was being made. Look at its output for the cause."
-        )
-        return PeerLost(text, rank=rank)
+        lost = f"{self.who}: rank {rank} is lost: {why} while the group was being made"
+        return PeerLost(f"{lost}. Look at its output for the cause.", rank=rank)
 
     def _report(self, error: Exception) -> None:
         """Write what went wrong for the other ranks, unless that is where it came from."""

@@ -43,25 +43,20 @@ class GroupWrapper(Group):
 
     @property
     def tells_mismatch(self) -> bool:  # type: ignore[override]
-        """As the inner group does."""
         return self.inner.tells_mismatch
 
     @property
     def in_one_process(self) -> bool:  # type: ignore[override]
-        """As the inner group's ranks are."""
         return self.inner.in_one_process
 
     @property
     def layout(self) -> Layout | None:  # type: ignore[override]
-        """As the inner group's ranks are."""
         return self.inner.layout
 
     def submit(self, op: Collective) -> Work:
-        """Pass `op` to the inner group."""
         return self.inner.submit(op)
 
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
-        """Allocate from the inner group."""
         return self.inner.allocate(numel, dtype=dtype, device=device)
 
     def split(self, color: int | None, key: int | None = None) -> Group | None:
@@ -70,7 +65,6 @@ class GroupWrapper(Group):
         return None if part is None else self.rewrap(part)
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
-        """A subgroup of the inner group, wrapped in the same way."""
         return self.rewrap(self.inner.subgroup(ranks, name=name))
 
     def rewrap(self, inner: Group) -> Group:
@@ -78,16 +72,13 @@ class GroupWrapper(Group):
         return type(self)(inner)
 
     def set_timeout(self, timeout: float) -> None:
-        """Set it on the inner group too."""
         super().set_timeout(timeout)
         self.inner.set_timeout(timeout)
 
     def orders_streams(self, device: torch.device) -> bool:
-        """As the inner group does."""
         return self.inner.orders_streams(device)
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """As the inner group knows it."""
         return self.inner.arrivals(work)
 
     def abort(self, reason: str = "abort() was called") -> None:
@@ -95,19 +86,15 @@ class GroupWrapper(Group):
         self.inner.abort(reason)
 
     def fail(self, error: BaseException) -> None:
-        """Fail the inner group."""
         self.inner.fail(error)
 
     def check_peers(self) -> None:
-        """As the inner group knows it."""
         self.inner.check_peers()
 
     def recover(self, timeout: float | None = None) -> None:
-        """Recover the inner group."""
         self.inner.recover(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Close the inner group."""
         self.inner.close(timeout)
 
 
@@ -138,7 +125,6 @@ class TrackedWrapper(GroupWrapper):
         yield op
 
     def submit(self, op: Collective) -> Work:
-        """Queue the operation's program."""
         if op.kind.is_p2p:
             return self._pass_through(op)
         with self._order:
@@ -150,11 +136,7 @@ class TrackedWrapper(GroupWrapper):
         work = self.begin(op)
 
         def settle(inner: Work) -> None:
-            error = inner.exception()
-            if error is None:
-                work.finish(source_rank=inner.source)
-            else:
-                work.fail(error)
+            work._settle([inner.exception()], inner.source)
 
         try:
             self.inner.submit(op).add_done_callback(settle)
@@ -198,7 +180,6 @@ class TrackedWrapper(GroupWrapper):
         )
 
     def check_usable(self, op: Collective) -> None:
-        """Raise if this or the inner group is closed or has failed."""
         super().check_usable(op)
         self.inner.check_usable(op)
 
@@ -223,12 +204,10 @@ class TrackedWrapper(GroupWrapper):
         Group.abort(self, reason)
 
     def fail(self, error: BaseException) -> None:
-        """Fail both."""
         Group.fail(self, error)
         self.inner.fail(error)
 
     def check_peers(self) -> None:
-        """As either group knows it."""
         Group.check_peers(self)
         self.inner.check_peers()
 

@@ -30,7 +30,6 @@ class Verified(TrackedWrapper):
     tells_mismatch = True
 
     def program(self, op: Collective) -> Program:
-        """Compare digests; on a difference exchange the descriptions and raise."""
         signature = op.signature
         described = encode(signature)
         digest = hashlib.sha256(repr(comparable(signature)).encode()).digest()[:_DIGEST_BYTES]
@@ -74,7 +73,6 @@ class NanCheck(TrackedWrapper):
         return super().submit(op)
 
     def program(self, op: Collective) -> Program:
-        """Gather one flag per rank, then run the operation."""
         contributes = op.root is None or op.kind not in (OpKind.BROADCAST, OpKind.SCATTER) or op.root == self.rank
         if op.tensors and (op.tensors[0].dtype.is_floating_point or op.tensors[0].dtype.is_complex):
             bad = contributes and not _finite(op.inputs)

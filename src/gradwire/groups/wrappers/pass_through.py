@@ -22,11 +22,9 @@ class Deadline(GroupWrapper):
         self.timeout = min(self.seconds, inner.timeout)
 
     def submit(self, op: Collective) -> Work:
-        """Submit to the inner group with a shorter timeout."""
         return self.inner.submit(op.within(self.seconds))
 
     def rewrap(self, inner: Group) -> Group:
-        """The same deadline."""
         return Deadline(inner, seconds=self.seconds)
 
 
@@ -41,7 +39,6 @@ class Latched(GroupWrapper):
         self.first_failure: BaseException | None = None
 
     def submit(self, op: Collective) -> Work:
-        """Submit to the inner group, unless an earlier operation has failed."""
         if self.first_failure is not None:
             raise GroupAborted(
                 f"{op} on rank {self.rank} of {self.name}: refused, because an earlier operation failed with "
@@ -53,7 +50,6 @@ class Latched(GroupWrapper):
         return work
 
     def recover(self, timeout: float | None = None) -> None:
-        """Recover the inner group and open the latch."""
         super().recover(timeout)
         self.first_failure = None
 
@@ -84,7 +80,6 @@ class Recording(GroupWrapper):
 
     @property
     def submitted(self) -> list[Signature]:
-        """What was submitted, in order."""
         return list(self._submitted)
 
     @property
@@ -93,12 +88,10 @@ class Recording(GroupWrapper):
         return list(self._finished)
 
     def submit(self, op: Collective) -> Work:
-        """Record it and submit it to the inner group."""
         work = self.inner.submit(op)
         self._submitted.append(op.signature)
         work.add_done_callback(lambda done: self._finished.append(done.info))
         return work
 
     def rewrap(self, inner: Group) -> Group:
-        """A separate recording."""
         return Recording(inner, limit=self._limit)

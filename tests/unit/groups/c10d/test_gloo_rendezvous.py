@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gradwire.errors import CollectiveTimeout, GroupError
 from gradwire.groups import C10dGroup
-from gradwire.groups.c10d.gloo import _choose, _ways
+from gradwire.groups.c10d.own_engines import _choose, _ways
 from gradwire.groups.store.rendezvous import MemberProcess, host_store
 
 

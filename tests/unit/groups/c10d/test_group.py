@@ -144,22 +144,6 @@ def test_two_groups_on_one_store_do_not_mix():
     assert second.failure_record is None
 
 
-def test_a_part_shares_the_connection_and_not_the_pages():
-    store = dist.HashStore()
-    whole = [Membership(store, rank, 2) for rank in range(2)]
-    parts = [Membership.over(rank.part_of(store, "part"), rank.rank, 2) for rank in whole]
-    parts[1].joined = 5
-    parts[1].publish()
-    for membership in (whole[0], parts[0]):
-        membership.refresh()
-    assert parts[0].peers.members[1].joined == 5
-    assert whole[0].peers.members[1].joined == 0
-    for membership in (*whole, *parts):
-        membership.leave("closed")
-    with pytest.raises(ClosedError, match="subgroup 'late': its parent group is closed"):
-        whole[0].part_of(store, "late")
-
-
 def test_a_store_that_fails_is_given_up():
     class Broken(dist.Store):
         calls = 0

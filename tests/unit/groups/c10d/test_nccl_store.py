@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from gradwire.groups.c10d.nccl import _without_interpreter
+from gradwire.groups.c10d.own_engines import _without_interpreter
 from gradwire.groups.store.private_store import PrivateStore
 from gradwire.testing.leftovers import open_descriptors
 

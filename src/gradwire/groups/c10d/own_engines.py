@@ -1,16 +1,20 @@
-"""Makes gloo engines: picks the address on which this host listens, and explains failed connections.
+"""Makes gloo and NCCL engines: picks the address on which this host listens, and explains failed connections.
 
 Note [Gloo's address]
 By default gloo listens on the address that this host's name resolves to: on Debian 127.0.1.1, elsewhere perhaps nothing at all, and
-ranks on other hosts try to connect to themselves. Ranks that meet over TCP have a better one: the local address of the connection
-to the store, which the others can reach. On the store's own host that may be a loopback address as well, since its name resolves
-to one there; then it is the address at which ranks on other hosts have found the store. Ranks that meet in a private store are on
-one host, and use its loopback address. `GLOO_SOCKET_IFNAME`, which gloo reads itself, takes precedence.
+ranks on other hosts try to connect to themselves. Ranks that meet over TCP use the local address of their connection to the store,
+or, where that is a loopback address, the one at which ranks on other hosts have found the store. Ranks that meet in a private store
+are on one host, and use its loopback address. `GLOO_SOCKET_IFNAME`, which gloo reads itself, takes precedence.
 
 Note [Connecting on a thread]
 Gloo's constructor waits for all ranks, inside the store and then in its connections: up to five times its timeout, and without
 noticing that one of them has died. So it runs on a thread, and this rank watches the others meanwhile. If the meeting fails, the
 thread is abandoned: its store raises from then on, and a connection attempt is left to its timeout.
+
+Note [A store that needs no interpreter]
+Threads of NCCL's engine call its store for as long as it lives. A private store is written in Python: such a call waits for the
+interpreter lock, which may be held by a thread that is destroying the engine and joining its threads. So the engine gets one of
+torch's C++ stores, over a separate private file: each rank opens that file by its name, which it finds in the private store.
 """
 
 from __future__ import annotations
@@ -21,16 +25,20 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from gradwire.errors import GroupError
 from gradwire.groups.failure.store_calls import innermost
 from gradwire.groups.store.private_store import PrivateStore
 from gradwire.groups.store.rendezvous import LOOPBACK, MemberProcess, Rendezvous
+from gradwire.runtime.private_file import create, name_of, open_private
 from gradwire.runtime.threads import BoundedCall
 
 ENGINE_MARGIN = 1.0
@@ -93,12 +101,10 @@ class _CancelableStore(Store):
         self.canceled = threading.Event()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write one key."""
         self._check()
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key; waits until it is set."""
         self.wait([key])
         value: bytes = self._store.get(key)
         return value
@@ -154,3 +160,47 @@ def _choose(rank: int, known: list[Ways]) -> str:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+# -- NCCL ----------------------------------------------------------------------------------------------------------------
+
+_NAME = "gradwire/nccl"
+_LABEL = "gradwire-nccl-store"
+
+
+def make_nccl(store: Any, rank: int, size: int, timeout: float) -> tuple[Any, Mapping[int, MemberProcess]]:
+    """A process group of all ranks that have met in `store`, NCCL for CUDA tensors and gloo for others; and their processes."""
+    kinds, nccl = dist.ProcessGroup.BackendType, dist.ProcessGroupNCCL
+    cpu, processes = make_gloo(store, rank, size, timeout)
+    store, fd = _without_interpreter(store, rank, timeout)
+    try:
+        pg = dist.ProcessGroup(PrefixStore("c10d", store), rank, size)
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=timeout + ENGINE_MARGIN)
+        pg._set_default_backend(kinds.NCCL)
+        pg._register_backend(torch.device("cuda"), kinds.NCCL, nccl(PrefixStore("nccl", store), rank, size, options))
+        pg._register_backend(torch.device("cpu"), kinds.GLOO, cpu)
+    except BaseException:
+        if fd is not None:
+            os.close(fd)
+        raise
+    if fd is not None:
+        weakref.finalize(pg, os.close, fd).atexit = False  # the engine may still exist at exit
+    return pg, processes
+
+
+def _without_interpreter(store: Any, rank: int, timeout: float) -> tuple[Any, int | None]:
+    """A pure C++ store for the same ranks, and the descriptor it needs. See Note [A store that needs no interpreter]."""
+    if not isinstance(innermost(store), PrivateStore):
+        return store, None
+    fd = create(_LABEL) if rank == 0 else open_private(store.get(_NAME).decode(), _LABEL)
+    try:
+        if rank == 0:
+            os.ftruncate(fd, 0)
+            store.set(_NAME, name_of(fd))
+        native = FileStore(f"/proc/self/fd/{fd}", -1)
+        native.set_timeout(timedelta(seconds=timeout))
+    except BaseException:
+        os.close(fd)
+        raise
+    return native, fd
