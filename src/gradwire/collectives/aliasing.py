@@ -1,9 +1,8 @@
 """Where the tensors of one collective lie in memory, and which of them share some of it.
 
-A collective reads every input before it writes any output: `reference.py` does so, and every group must have the same results.
-An engine reads and writes piece by piece, so an input that overlaps an output has to be copied first. `apart` makes those
-copies, and is the only place that decides which; engines call it just before they read. Outputs that overlap each other have no
-well-defined result: `check.py` refuses them.
+A collective reads every input before it writes any output, as in `reference.py`. An engine reads and writes piece by piece, so an
+input that overlaps an output has to be copied first: engines call `apart` just before they read. Outputs that overlap each other
+have no well-defined result: `check.py` refuses them.
 
 Note [In place]
 Where an input is exactly the place that the rank's own part of the result has in the outputs (as in torch's in-place
@@ -126,12 +125,7 @@ def _overlaps_itself(t: Tensor) -> bool:
         reach = (n - 1) * stride + reach
     else:
         return False
-    if not t.numel():
-        return False
-    if dims[0][0] == 0:
-        return True
-    (start, end), width = span(t), t.element_size()
-    return int(_footprint(t, start, end, width).sum()) < t.numel()
+    return bool(t.numel()) and (dims[0][0] == 0 or int(_footprint(t, *span(t), t.element_size()).sum()) < t.numel())
 
 
 def _share(a: Tensor, b: Tensor) -> bool:

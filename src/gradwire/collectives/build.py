@@ -57,9 +57,8 @@ def reduce_scatter_tensor(
     outputs: Tensors, inputs: Tensors, *, op: ReduceOp = SUM, factor: Factor = None, label: str = ""
 ) -> Collective:
     """Cut each input into one part per rank and reduce part i into rank i's output. Several pairs are one operation."""
-    return Collective(
-        OpKind.REDUCE_SCATTER_TENSOR, _tuple(inputs), _tuple(outputs), reduce_op=op, factor=factor, label=label
-    )
+    kind = OpKind.REDUCE_SCATTER_TENSOR
+    return Collective(kind, _tuple(inputs), _tuple(outputs), reduce_op=op, factor=factor, label=label)
 
 
 def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, label: str = "") -> Collective:

@@ -21,6 +21,8 @@ from gradwire.errors import UsageError, UsageTypeError
 _SUM, _BARRIER, _ALL_REDUCE = ReduceOp.SUM, OpKind.BARRIER, OpKind.ALL_REDUCE
 _ROOTED = frozenset({OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER})
 _NUMBERED = _ROOTED | {OpKind.SEND, OpKind.RECV}
+_ONE_INPUT = frozenset({OpKind.REDUCE, OpKind.ALL_GATHER, OpKind.ALL_TO_ALL_SINGLE, OpKind.GATHER, OpKind.SEND})
+_ONE_OUTPUT = frozenset({OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL_SINGLE, OpKind.SCATTER, OpKind.RECV})
 _FREE_IN_WORLD = frozenset({OpKind.BARRIER, OpKind.ALL_REDUCE})
 """Kinds that any rank of any world can submit."""
 
@@ -57,8 +59,11 @@ def check_alone(op: OpFields) -> None:
         _check_reduction(op)
     elif op.reduce_op is not None or op.factor is not None:
         _refuse(op, "it does not reduce, yet reduce_op or factor is set. Leave both out.")
-    rule = _SHAPE_RULES.get(op.kind)
-    if rule is not None:
+    if op.kind in _ONE_INPUT:
+        _one(op, "inputs", op.inputs)
+    if op.kind in _ONE_OUTPUT:
+        _one(op, "outputs", op.outputs)
+    if (rule := _SHAPE_RULES.get(op.kind)) is not None:
         rule(op)
     if op.outputs:
         _check_outputs(op)
@@ -166,7 +171,7 @@ def _check_reduction(op: OpFields) -> None:
         _refuse(op, f"factor has shape {list(factor.shape)}. Pass a number or a tensor with one element.")
 
 
-# -- shapes: one rule a kind ---------------------------------------------------------------------------------------------
+# -- shapes ---------------------------------------------------------------------------------------------------------
 
 
 def _in_place(op: OpFields) -> None:
@@ -176,19 +181,9 @@ def _in_place(op: OpFields) -> None:
         _refuse(op, "inputs and outputs do not pair up. They must be the same tensors, or of equal shapes and dtypes.")
 
 
-def _one_in_place(op: OpFields) -> None:
-    _one_input(op)
-    _in_place(op)
-
-
-def _one_input(op: OpFields) -> None:
-    if len(op.inputs) != 1:
-        _refuse(op, f"{len(op.inputs)} inputs were given. Pass exactly one.")
-
-
-def _one_output(op: OpFields) -> None:
-    if len(op.outputs) != 1:
-        _refuse(op, f"{len(op.outputs)} outputs were given. Pass exactly one.")
+def _one(op: OpFields, name: str, given: Sequence[Tensor]) -> None:
+    if len(given) != 1:
+        _refuse(op, f"{len(given)} {name} were given. Pass exactly one.")
 
 
 def _pairs(op: OpFields) -> None:
@@ -204,8 +199,6 @@ def _pairs(op: OpFields) -> None:
 
 
 def _single(op: OpFields) -> None:
-    _one_input(op)
-    _one_output(op)
     if op.splits is None:
         _same_size(op, op.inputs[0], op.outputs[0], "the input", "the output, in equal parts,")
         return
@@ -226,16 +219,10 @@ _PAIRED = frozenset({OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER_INTO
 _SHAPE_RULES: dict[OpKind, Callable[[OpFields], None]] = {
     OpKind.ALL_REDUCE: _in_place,
     OpKind.BROADCAST: _in_place,
-    OpKind.REDUCE: _one_in_place,
-    OpKind.ALL_GATHER: _one_input,
+    OpKind.REDUCE: _in_place,
     OpKind.ALL_GATHER_INTO_TENSOR: _pairs,
-    OpKind.REDUCE_SCATTER: _one_output,
     OpKind.REDUCE_SCATTER_TENSOR: _pairs,
     OpKind.ALL_TO_ALL_SINGLE: _single,
-    OpKind.GATHER: _one_input,
-    OpKind.SCATTER: _one_output,
-    OpKind.SEND: _one_input,
-    OpKind.RECV: _one_output,
 }
 
 

@@ -46,11 +46,8 @@ def probe(t: Tensor, *, narrow: torch.dtype | None = None) -> Tensor:
 def max_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The largest absolute value of each tensor, on its device; NaN if an element is NaN. Never waits for the device.
 
-    >>> [
-    ...     float(norm)
-    ...     for norm in max_norms([torch.tensor([1.0, -3.0]), torch.tensor([float("nan"), 1.0]), torch.ones(0)])
-    ... ]
-    [3.0, nan, 0.0]
+    >>> max_norms([torch.tensor([1.0, -3.0]), torch.tensor([float("nan"), 1.0]), torch.ones(0)])
+    [tensor(3.), tensor(nan), tensor(0.)]
     """
     plain = all(t.dtype in MAX_NORM_DTYPES and t.numel() and not t.is_sparse for t in tensors)
     values = list(tensors) if plain else [_values(t) for t in tensors]

@@ -80,12 +80,8 @@ def lower(op: Collective, *, rank: int, size: int, takes: Callable[[Collective],
 
 # -- reductions ----------------------------------------------------------------------------------------------------------
 
-_BOOL_AS_BYTES = {
-    ReduceOp.SUM: ReduceOp.MAX,
-    ReduceOp.BOR: ReduceOp.MAX,
-    ReduceOp.PRODUCT: ReduceOp.MIN,
-    ReduceOp.BAND: ReduceOp.MIN,
-}
+_BOOL_AS_BYTES = dict.fromkeys((ReduceOp.SUM, ReduceOp.BOR), ReduceOp.MAX)
+_BOOL_AS_BYTES |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.BAND), ReduceOp.MIN)
 _LINEAR = frozenset({ReduceOp.SUM, ReduceOp.AVG})
 
 
@@ -191,12 +187,10 @@ def _all_reduce_sparse(op: Collective, low: Lowering) -> Program:
     scaled = flat(_scaled(op, values))
     all_values = [scaled.new_empty(n * row) for n in lengths]
     yield from low(build.all_gather(all_values, scaled, label=op.label))
-    parts = [
-        torch.sparse_coo_tensor(
-            i.view(indices.shape[0], n), v.view(n, *values.shape[1:]), own.shape, check_invariants=False
-        )
-        for i, v, n in zip(all_indices, all_values, lengths, strict=True)
-    ]
+    parts = []
+    for i, v, n in zip(all_indices, all_values, lengths, strict=True):
+        places, rows = i.view(indices.shape[0], n), v.view(n, *values.shape[1:])
+        parts.append(torch.sparse_coo_tensor(places, rows, own.shape, check_invariants=False))
     sum_op = ReduceOp.SUM if op.reduce_op is ReduceOp.PREMUL_SUM else op.reduce_op or ReduceOp.SUM
     # Not into outputs[0].detach(): a sparse tensor is written by giving it new indices and values, which a detached twin
     # would keep for itself.
@@ -273,15 +267,9 @@ def _all_gather_into_tensor(op: Collective, low: Lowering) -> Program:
 def _all_to_all(op: Collective, low: Lowering) -> Program:
     out_sizes, in_sizes = [t.numel() for t in op.outputs], [t.numel() for t in op.inputs]
     output = torch.empty(sum(out_sizes), dtype=op.outputs[0].dtype, device=op.device)
-    yield from low(
-        build.all_to_all_single(
-            output,
-            torch.cat([flat(t) for t in op.inputs]),
-            output_split_sizes=out_sizes,
-            input_split_sizes=in_sizes,
-            label=op.label,
-        )
-    )
+    splits = {"output_split_sizes": out_sizes, "input_split_sizes": in_sizes}
+    source = torch.cat([flat(t) for t in op.inputs])
+    yield from low(build.all_to_all_single(output, source, **splits, label=op.label))
     for t, part in zip(op.outputs, output.split(out_sizes), strict=True):
         store(t.detach(), part)
 
@@ -290,21 +278,12 @@ def _all_to_all_single(op: Collective, low: Lowering) -> Program:
     """The same on flat bytes, with both lists of split sizes written out."""
     source, target = op.inputs[0], op.outputs[0]
     row = (source.shape[1:].numel() if source.dim() else 1) * source.element_size()
-    splits = []
-    for i, t in enumerate((target, source)):
+    splits = {}
+    for i, (name, t) in enumerate((("output_split_sizes", target), ("input_split_sizes", source))):
         given = op.splits[i] if op.splits else ()
         length = t.shape[0] if t.dim() else 1
-        splits.append([n * row for n in (given or [length // low.size] * low.size)])
-    yield from _taken(
-        build.all_to_all_single(
-            as_bytes(target),
-            as_bytes(source),
-            output_split_sizes=splits[0],
-            input_split_sizes=splits[1],
-            label=op.label,
-        ),
-        low,
-    )
+        splits[name] = [n * row for n in (given or [length // low.size] * low.size)]
+    yield from _taken(build.all_to_all_single(as_bytes(target), as_bytes(source), **splits, label=op.label), low)
 
 
 def _rooted_as_bytes(op: Collective, low: Lowering) -> Program:

@@ -16,6 +16,7 @@ from gradwire.errors import CollectiveMismatch, GroupError
 # Kinds in which ranks may bring tensors of different shapes, or different numbers of them.
 _FREE_SHAPES = frozenset({OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL, OpKind.ALL_TO_ALL_SINGLE})
 _NAMES = ("kind", "dtype", "shape", "op", "root", "label")
+Signatures = Sequence[Signature]
 LIMIT = 1 << 24
 """Bytes that a description has at most; of an operation on very many tensors only their number is described."""
 
@@ -33,7 +34,7 @@ def comparable(signature: Signature) -> tuple[object, ...]:
     )
 
 
-def disagreement(signatures: Sequence[Signature], ranks: Sequence[int] | None = None) -> str | None:
+def disagreement(signatures: Signatures, ranks: Sequence[int] | None = None) -> str | None:
     """How the ranks' signatures differ, in one sentence that names the ranks that differ from the majority; None if they agree.
 
     >>> from gradwire.collectives import ReduceOp
@@ -51,17 +52,10 @@ def disagreement(signatures: Sequence[Signature], ranks: Sequence[int] | None = 
 
 
 def mismatch(
-    group: str,
-    signatures: Sequence[Signature],
-    *,
-    compared: Sequence[Signature] | None = None,
-    ranks: Sequence[int] | None = None,
+    group: str, signatures: Signatures, *, compared: Signatures | None = None, ranks: Sequence[int] | None = None
 ) -> CollectiveMismatch | None:
-    """The error for ranks that submitted different collectives to `group` at the same place, or None if they agree.
-
-    `compared` is compared instead of them, where not everything about them matters; `ranks` are their ranks, where not all
-    ranks take part.
-    """
+    """The error for ranks that submitted different collectives to `group`, or None if they agree. `compared` is compared instead of
+    them, where not everything about them matters; `ranks` are their ranks, where not all ranks take part."""
     problem = disagreement(compared or signatures, ranks)
     if problem is None:
         return None

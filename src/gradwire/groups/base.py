@@ -119,11 +119,8 @@ class Group(Verbs, ABC):
         return work
 
     def check_usable(self, op: Collective) -> None:
-        """Raise if the group was closed, has failed or belongs to another process.
-
-        An error of a completion hook is no reason to refuse an operation: the other ranks submit theirs, and from then on
-        operations of different steps would be matched. The next wait raises it.
-        """
+        """Raise if the group was closed, has failed or belongs to another process. (An error of a completion hook is raised by the
+        next wait: the other ranks submit the operation.)"""
         if self.forked:
             self.refuse_in_child(str(op))
         ledger = self.ledger
@@ -185,15 +182,12 @@ class Group(Verbs, ABC):
         return torch.empty(numel, dtype=dtype, device=device)
 
     def split(self, color: int | None, key: int | None = None) -> Group | None:
-        """Split the group: ranks that pass the same `color` form a new group, ordered by `key`, then by rank.
-
-        Every rank must call it; a rank that passes None joins no new group and gets None.
-        """
+        """Split the group: ranks that pass the same `color` form a new group, ordered by `key`, then by rank. Every rank must call
+        it; a rank that passes None joins no new group and gets None."""
         if color is not None and color < 0:
             raise UsageError(f"split of {self}: color {color} is negative. Colors count from 0; None joins no group.")
-        mine = torch.tensor(
-            [-1 if color is None else color, self.rank if key is None else key], dtype=torch.int64, device="cpu"
-        )
+        numbers = [-1 if color is None else color, self.rank if key is None else key]
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         gathered = torch.empty(self.size * 2, dtype=torch.int64, device="cpu")
         work = self.submit(build.all_gather_into_tensor(gathered, mine, label="split"))
         # Counted only once submitted: a call that was refused here has not happened on the other ranks either.
@@ -210,9 +204,7 @@ class Group(Verbs, ABC):
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
         """A group of these `ranks` of this group, in this order. `split` calls it on each of them at the same point."""
-        raise UsageError(
-            f"{type(self).__name__} does not make subgroups. Override subgroup(ranks, name=...) to return one."
-        )
+        raise UsageError(f"{type(self).__name__} does not make subgroups. Override subgroup(ranks, name=...).")
 
     def arrivals(self, work: Work) -> Arrivals | None:
         """Which ranks have joined `work`, if the group can know. Timeouts name the missing ones."""
@@ -226,11 +218,8 @@ class Group(Verbs, ABC):
         return self.ledger.events
 
     def on_completion(self, fn: CompletionHook) -> Handle:
-        """Call `fn(info)` once per finished operation, in completion order, on a thread of its own.
-
-        Operations never wait for hooks. What a slow hook has not been called for yet is queued without a limit, at a few hundred
-        bytes per operation.
-        """
+        """Call `fn(info)` once per finished operation, in completion order, on a thread of its own. Operations never wait for
+        hooks: what a slow hook has not been called for yet is queued without a limit."""
         return self.ledger.hooks.add(fn)
 
     def flush_completions(self, timeout: float = 10.0) -> bool:
@@ -250,10 +239,8 @@ class Group(Verbs, ABC):
             raise again(self.failure)
 
     def recover(self, timeout: float | None = None) -> None:
-        """Make an aborted group usable again. Every rank calls it; operations in flight are lost.
-
-        Raises the group's failure if it is permanent: a lost peer stays lost.
-        """
+        """Make an aborted group usable again. Every rank calls it; operations in flight are lost. Raises the group's failure if it
+        is permanent: a lost peer stays lost."""
         self.refuse_in_child("recover()")
         self._recovery_limit(timeout)
         if self.failure is not None:

@@ -71,7 +71,7 @@ class CompletionHooks:
         """Call `fn(info)` for every operation that finishes from now on."""
         if not callable(fn):
             raise UsageTypeError(
-                f"on_completion of {self._owner}: {fn!r} is not callable. Pass a function of one WorkInfo."
+                f"on_completion of {self._owner}: {fn!r} is not callable. Pass a function of a WorkInfo."
             )
         self._worker.start()
         return self._hooks.add(fn)

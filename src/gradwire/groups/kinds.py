@@ -47,10 +47,6 @@ class Ranks(Enum):
     """Threads of one process. `build` is called for one rank after another, with the same HashStore, and must not wait."""
 
 
-def _never(size: int, local_size: int | None) -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True)
 class GroupKind:
     """A kind of group that can be requested by name."""
@@ -65,7 +61,7 @@ class GroupKind:
     """Whether every rank needs a CUDA device."""
     shares_memory: bool = False
     """Whether `build` takes `directory=` and `room=` as well, as SharedMemoryGroup does."""
-    default_when: Callable[[int, int | None], bool] = _never
+    default_when: Callable[[int, int | None], bool] = lambda size, local_size: False
     """Whether `gw.init()` picks it by default for `size` ranks, `local_size` of them (None: unknown) on this host. Registered kinds
     come before gradwire's own, the last registered first. Rank 0 decides."""
 
@@ -81,9 +77,7 @@ def register_kind(kind: GroupKind) -> Handle:
     True
     """
     if not isinstance(kind, GroupKind) or not isinstance(kind.name, str) or not callable(kind.build):
-        raise UsageTypeError(
-            f"register_kind({kind!r}): not a GroupKind. Pass GroupKind(name, build), a string and a function."
-        )
+        raise UsageTypeError(f"register_kind({kind!r}): pass GroupKind(name, build), a string and a function.")
     if not kind.name or kind.name == AUTO or kind.name in _KINDS:
         known = f"already registered, as {_KINDS[kind.name]}" if kind.name in _KINDS else "not allowed"
         raise UsageError(f"register_kind({kind}): the name {kind.name!r} is {known}. Choose another.")
@@ -110,13 +104,9 @@ def find_kind(name: str, *, who: str, also: Sequence[str] = ()) -> GroupKind:
     if not points:
         raise UsageError(f"{who}: there is no such kind. Known kinds: {', '.join((*also, *known_kinds()))}.")
     if len(points) > 1:
-        raise UsageError(
-            f"{who}: several packages provide this kind: {', '.join(map(_described, points))}. Uninstall all but one."
-        )
-    return _load(points[0], who)
-
-
-def _load(point: EntryPoint, who: str) -> GroupKind:
+        which = ", ".join(map(_described, points))
+        raise UsageError(f"{who}: several packages provide this kind: {which}. Uninstall all but one.")
+    point = points[0]
     try:
         found: Any = point.load()
     except (Exception, SystemExit) as error:  # a module may call sys.exit() when it is imported
@@ -185,20 +175,10 @@ def _hierarchical(store: Any, rank: int, size: int, *, timeout: float, name: str
 AUTO = "auto"
 """Not a kind: stands for the default."""
 _OWN = (
-    GroupKind("threads", _threads, Ranks.THREADS, default_when=lambda size, local_size: size == 1),
-    GroupKind(
-        "shared_memory",
-        SharedMemoryGroup,
-        shares_memory=True,
-        default_when=lambda size, local_size: size == local_size,
-    ),
-    GroupKind(
-        "hierarchical",
-        _hierarchical,
-        shares_memory=True,
-        default_when=lambda size, local_size: local_size is not None and local_size > 1,
-    ),
-    GroupKind("gloo", C10dGroup.gloo, default_when=lambda size, local_size: True),
+    GroupKind("threads", _threads, Ranks.THREADS, default_when=lambda size, local: size == 1),
+    GroupKind("shared_memory", SharedMemoryGroup, shares_memory=True, default_when=lambda size, local: size == local),
+    GroupKind("hierarchical", _hierarchical, shares_memory=True, default_when=lambda size, local: (local or 0) > 1),
+    GroupKind("gloo", C10dGroup.gloo, default_when=lambda size, local: True),
     GroupKind("nccl", C10dGroup.nccl, needs_gpu=True),
     GroupKind("mpi", MPIGroup.over_store, Ranks.MPI, on_cuda=False),
 )

@@ -58,7 +58,7 @@ class Ledger:
         self.kind = kind
         """What sort of group it is, for people."""
         self.engines: Mapping[str, str] = {}
-        """By type of device: which of torch's backends serves it, as far as that is known. See `set_engines`."""
+        """By type of device: which of torch's backends serves it, as far as that is known. Set it before `identify`."""
         self.pid = os.getpid()
         """The process that made the group: see forked.py."""
         self.events = EventSource(name, rank, 0)
@@ -82,11 +82,8 @@ class Ledger:
         """How many models were wrapped over this group: on all ranks in the same order."""
 
     def identify(self, group_id: int | None) -> None:
-        """Set the identity by which records name the group: the same on all its ranks, and no other group's.
-
-        None: the group knows nothing that only its own ranks share. Its identity is then that of the n-th group of this kind,
-        name and size on this rank, which is wrong only if ranks make such groups in different orders.
-        """
+        """Set the identity by which records name the group: the same on all its ranks, and no other group's. None: that of the n-th
+        group of this kind, name and size on this rank, which is wrong only if ranks make such groups in different orders."""
         if group_id is None:
             facts = self.kind, self.name, self.size, self.rank
             _unidentified[facts] = number = _unidentified.get(facts, 0) + 1
@@ -177,17 +174,8 @@ class Ledger:
     def _record_group(self, recorder: FlightRecorder) -> None:
         self._recorder = recorder
         recorder.put(RecordKind.GROUP, self.events.member(recorder), nbytes=self.size)
-        self._describe(recorder)
-
-    def _describe(self, recorder: FlightRecorder) -> None:
         facts = {"name": self.name, "kind": self.kind, "rank": self.rank, "size": self.size, "id": self.events.group_id}
         recorder.describe("group", {**facts, "engines": dict(self.engines)} if self.engines else facts)
-
-    def set_engines(self, engines: Mapping[str, str]) -> None:
-        """Keep which of torch's backends serves which type of device, for those who read records."""
-        self.engines = engines
-        if self._recorder is not None:
-            self._describe(self._recorder)
 
     def fail_all(self, error: BaseException) -> None:
         for work in list(self.pending.values()):

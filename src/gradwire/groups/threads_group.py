@@ -175,13 +175,9 @@ class _ThreadWorld:
     def _obstacle(self, works: Sequence[Work]) -> Exception | None:
         gave_up = [r for r, work in enumerate(works) if work.is_completed()]
         if gave_up:
-            return CollectiveTimeout(
-                f"{works[0].op} of {self.name}: ranks {gave_up} timed out before the other ranks joined. "
-                "Use a longer timeout, or find out what delayed the others.",
-                op=works[0].op.signature,
-                joined=[r for r in range(self.size) if r not in gave_up],
-                missing=gave_up,
-            )
+            op, joined = works[0].op, [r for r in range(self.size) if r not in gave_up]
+            text = f"{op} of {self.name}: ranks {gave_up} timed out before the others joined. Use a longer timeout."
+            return CollectiveTimeout(text, op=op.signature, joined=joined, missing=gave_up)
         # Labels are for humans and may differ between ranks. The Verified wrapper compares them too.
         signatures = [work.op.signature for work in works]
         return mismatch(self.name, signatures, compared=[replace(s, label="") for s in signatures])
@@ -243,12 +239,8 @@ class _ThreadWorld:
             missing = [r for r in range(self.size) if r not in self._recovering]
             joined = sorted(self._recovering)
             self._recovering.discard(rank)
-        raise CollectiveTimeout(
-            f"recovery of {self.name} on rank {rank}: ranks {missing} have not called recover() within {timeout:.3g} s. "
-            "Every rank must call it after a failure.",
-            joined=joined,
-            missing=missing,
-        )
+        late = f"recovery of {self.name} on rank {rank}: ranks {missing} have not called recover() in {timeout:.3g} s"
+        raise CollectiveTimeout(f"{late}. Every rank must call it after a failure.", joined=joined, missing=missing)
 
     def leave(self, rank: int) -> None:
         with self._lock:
@@ -260,21 +252,16 @@ class _ThreadWorld:
 
 
 def _left(work: Work, rank: int) -> PeerLost:
-    return PeerLost(
-        f"{work.op} (operation #{work.seq} of {work.ledger.name}) on rank {work.ledger.rank}: rank {rank} has closed its "
-        f"group and will not join. All ranks must submit the same operations before any of them closes. {UNEVEN}.",
-        rank=rank,
-        op=work.op.signature,
+    text = (
+        f"{work.ledger.where(work)}: rank {rank} has closed its group and will not join. All ranks must submit the same "
+        f"operations before any of them closes. {UNEVEN}."
     )
+    return PeerLost(text, rank=rank, op=work.op.signature)
 
 
 def _fits(work: Work, rank: int, other: Work, other_rank: int) -> bool:
-    return (
-        work.op.kind is not other.op.kind
-        and work.op.tag == other.op.tag
-        and work.op.peer in (None, other_rank)
-        and other.op.peer in (None, rank)
-    )
+    a, b = work.op, other.op
+    return a.kind is not b.kind and a.tag == b.tag and a.peer in (None, other_rank) and b.peer in (None, rank)
 
 
 def _deliver(send: Work, source: int, recv: Work) -> None:

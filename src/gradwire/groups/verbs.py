@@ -13,6 +13,7 @@ from gradwire.collectives import Collective, ReduceOp, build
 from gradwire.collectives.build import SUM, Factor, Tensors
 from gradwire.groups.work import Work
 
+Parts = Sequence[Tensor]
 Sizes = Sequence[int] | None
 
 
@@ -61,7 +62,7 @@ class Verbs:
         """Reduce over all ranks into the tensor of `dst`."""
         return self._do(build.reduce(tensor, dst=dst, op=op, factor=factor, label=label), async_op)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *, async_op: bool = False, label: str = "") -> Work:
+    def all_gather(self, outputs: Parts, tensor: Tensor, *, async_op: bool = False, label: str = "") -> Work:
         """Fill `outputs[i]` with rank i's `tensor`."""
         return self._do(build.all_gather(outputs, tensor, label=label), async_op)
 
@@ -74,7 +75,7 @@ class Verbs:
     def reduce_scatter(
         self,
         output: Tensor,
-        inputs: Sequence[Tensor],
+        inputs: Parts,
         op: ReduceOp = SUM,
         *,
         factor: Factor = None,
@@ -97,9 +98,7 @@ class Verbs:
         """Split each input into one part per rank and reduce part i into rank i's output."""
         return self._do(build.reduce_scatter_tensor(outputs, inputs, op=op, factor=factor, label=label), async_op)
 
-    def all_to_all(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, async_op: bool = False, label: str = ""
-    ) -> Work:
+    def all_to_all(self, outputs: Parts, inputs: Parts, *, async_op: bool = False, label: str = "") -> Work:
         """Send `inputs[j]` to rank j and receive `outputs[i]` from rank i."""
         return self._do(build.all_to_all(outputs, inputs, label=label), async_op)
 
@@ -120,25 +119,13 @@ class Verbs:
         return self._do(op, async_op)
 
     def gather(
-        self,
-        tensor: Tensor,
-        outputs: Sequence[Tensor] | None = None,
-        dst: int = 0,
-        *,
-        async_op: bool = False,
-        label: str = "",
+        self, tensor: Tensor, outputs: Parts | None = None, dst: int = 0, *, async_op: bool = False, label: str = ""
     ) -> Work:
         """Gather every rank's tensor on `dst`."""
         return self._do(build.gather(tensor, outputs, dst=dst, label=label), async_op)
 
     def scatter(
-        self,
-        output: Tensor,
-        inputs: Sequence[Tensor] | None = None,
-        src: int = 0,
-        *,
-        async_op: bool = False,
-        label: str = "",
+        self, output: Tensor, inputs: Parts | None = None, src: int = 0, *, async_op: bool = False, label: str = ""
     ) -> Work:
         """Send `inputs[i]` of `src` to rank i."""
         return self._do(build.scatter(output, inputs, src=src, label=label), async_op)

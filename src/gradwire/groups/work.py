@@ -151,10 +151,8 @@ class Work:
     # -- for the caller ------------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """Return True once the outputs may be used; raise the operation's error if it failed.
-
-        If a completion hook has raised, the wait for a successful operation raises HookError, once, with the outputs in place.
-        """
+        """Return True once the outputs may be used; raise the operation's error if it failed. If a completion hook has raised, the
+        wait for a successful operation raises HookError, once, with the outputs in place."""
         self.wait_done(timeout)
         if self.ledger.hook_errors:
             self.ledger.raise_hook_error()
@@ -254,17 +252,13 @@ class Work:
             state = f"finished in {self.duration or 0:.6f} s"
         else:
             state = f"failed: {type(self._error).__name__}"
-        return (
-            f"<{type(self).__name__} #{self.seq} {self.op} on rank {self.ledger.rank} of {self.ledger.name}: {state}>"
-        )
+        where = f"rank {self.ledger.rank} of {self.ledger.name}"
+        return f"<{type(self).__name__} #{self.seq} {self.op} on {where}: {state}>"
 
 
 def settle_together(works: Sequence[tuple[Work, int | None]], error: BaseException | None) -> None:
-    """Settle one operation of several ranks of this process, each with its source rank.
-
-    The outcome of all is fixed before any rank learns of it: the first that does may abort the group, and what all ranks have
-    completed must not fail on some of them.
-    """
+    """Settle one operation of several ranks of this process, each with its source rank. The outcome of all is fixed before any rank
+    learns of it: the first that does may abort the group, and what all ranks have completed must not fail on some of them."""
     outcome = [error]
     for work, _ in works:
         work._outcomes.append(outcome)

@@ -126,7 +126,7 @@ def test_names_that_mean_something_else_are_refused(name: str) -> None:
 
 
 def test_only_a_kind_can_be_registered() -> None:
-    with pytest.raises(UsageTypeError, match=r"not a GroupKind. Pass GroupKind\(name, build\)"):
+    with pytest.raises(UsageTypeError, match=r"pass GroupKind\(name, build\)"):
         register_kind(recorded_gloo)  # type: ignore[arg-type]
 
 

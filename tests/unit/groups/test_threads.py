@@ -217,7 +217,7 @@ def test_a_rank_that_gave_up_is_named_to_those_who_come_later() -> None:
     second = b.barrier(async_op=True)
     third = c.barrier(async_op=True)
     for work in (second, third):
-        with pytest.raises(CollectiveTimeout, match=r"ranks \[0\] timed out before the other ranks joined") as late:
+        with pytest.raises(CollectiveTimeout, match=r"ranks \[0\] timed out before the others joined") as late:
             work.wait()
         assert (late.value.joined, late.value.missing) == ((1, 2), (0,))
     close(a, b, c)

@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.timeouts import LONGEST
 from gradwire.groups.c10d.engine import GLOO, KNOWN, C10dEngine, call, takes_tensors
 from gradwire.groups.c10d.python_work import adapt
+from gradwire.groups.failure.store_calls import innermost
 from gradwire.recorder.source import derived_id
 
 METHODS: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
@@ -104,9 +105,7 @@ def store_of(pg: Any) -> Any:
         store = pg.get_group_store()
     except (AttributeError, RuntimeError):
         return None
-    inner = store
-    while isinstance(inner, PrefixStore):
-        inner = inner.underlying_store
+    inner = innermost(store)
     in_python = type(inner).__dictoffset__ != 0  # C++ binds its classes without a dict
     abstract = type(inner) is Store or (in_python and isinstance(inner, Store) and type(inner).add is Store.add)
     return None if abstract else store

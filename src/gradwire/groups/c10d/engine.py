@@ -117,30 +117,9 @@ def _set(options: Any, op: Collective, timeout: timedelta) -> Any:
 
 def call(pg: Any, op: Collective, timeout: float) -> Any:
     """Pass `op` to the process group or backend `pg`; returns c10d's Work."""
-    # A sparse tensor is written by replacing its indices and values, which a write to a detached alias would not do.
-    ins = [t if t.is_sparse or not t.requires_grad else t.detach() for t in op.inputs]
-    outs = [t if t.is_sparse or not t.requires_grad else t.detach() for t in op.outputs]
+    ins = [t.detach() if t.requires_grad else t for t in op.inputs]
+    outs = [t.detach() if t.requires_grad else t for t in op.outputs]
     return _CALLS[op.kind](pg, op, ins, outs, timedelta(seconds=timeout))
-
-
-def _all_reduce(pg: Any, op: Collective, ins: list[Tensor], outs: list[Tensor], timeout: timedelta) -> Any:
-    if len(ins) == 1:
-        return pg.allreduce(ins, _set(c10d.AllreduceOptions(), op, timeout))
-    return pg.allreduce_coalesced(ins, _set(c10d.AllreduceCoalescedOptions(), op, timeout))
-
-
-def _all_gather_into_tensor(pg: Any, op: Collective, ins: list[Tensor], outs: list[Tensor], timeout: timedelta) -> Any:
-    options = _set(c10d.AllgatherOptions(), op, timeout)
-    if len(ins) == 1:
-        return pg._allgather_base(outs[0], ins[0], options)
-    return pg.allgather_into_tensor_coalesced(outs, ins, options)
-
-
-def _reduce_scatter_tensor(pg: Any, op: Collective, ins: list[Tensor], outs: list[Tensor], timeout: timedelta) -> Any:
-    options = _set(c10d.ReduceScatterOptions(), op, timeout)
-    if len(ins) == 1:
-        return pg._reduce_scatter_base(outs[0], ins[0], options)
-    return pg.reduce_scatter_tensor_coalesced(outs, ins, options)
 
 
 def _all_to_all_single(pg: Any, op: Collective, ins: list[Tensor], outs: list[Tensor], timeout: timedelta) -> Any:
@@ -154,13 +133,17 @@ def _recv(pg: Any, op: Collective, ins: list[Tensor], outs: list[Tensor], timeou
 
 
 _CALLS: dict[OpKind, Callable[[Any, Collective, list[Tensor], list[Tensor], timedelta], Any]] = {
-    OpKind.ALL_REDUCE: _all_reduce,
+    OpKind.ALL_REDUCE: lambda pg, op, i, o, t: pg.allreduce(i, _set(c10d.AllreduceOptions(), op, t)),
     OpKind.BROADCAST: lambda pg, op, i, o, t: pg.broadcast(i, _set(c10d.BroadcastOptions(), op, t)),
     OpKind.REDUCE: lambda pg, op, i, o, t: pg.reduce(i, _set(c10d.ReduceOptions(), op, t)),
     OpKind.ALL_GATHER: lambda pg, op, i, o, t: pg.allgather([o], i, _set(c10d.AllgatherOptions(), op, t)),
-    OpKind.ALL_GATHER_INTO_TENSOR: _all_gather_into_tensor,
+    OpKind.ALL_GATHER_INTO_TENSOR: lambda pg, op, i, o, t: pg._allgather_base(
+        o[0], i[0], _set(c10d.AllgatherOptions(), op, t)
+    ),
     OpKind.REDUCE_SCATTER: lambda pg, op, i, o, t: pg.reduce_scatter(o, [i], _set(c10d.ReduceScatterOptions(), op, t)),
-    OpKind.REDUCE_SCATTER_TENSOR: _reduce_scatter_tensor,
+    OpKind.REDUCE_SCATTER_TENSOR: lambda pg, op, i, o, t: pg._reduce_scatter_base(
+        o[0], i[0], _set(c10d.ReduceScatterOptions(), op, t)
+    ),
     OpKind.ALL_TO_ALL: lambda pg, op, i, o, t: pg.alltoall(o, i, _set(c10d.AllToAllOptions(), op, t)),
     OpKind.ALL_TO_ALL_SINGLE: _all_to_all_single,
     OpKind.GATHER: lambda pg, op, i, o, t: pg.gather([o] if o else [], i, _set(c10d.GatherOptions(), op, t)),

@@ -25,15 +25,7 @@ from gradwire.collectives.reference import writing
 from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
-from gradwire.groups.c10d.capabilities import (
-    can_split,
-    engines_of,
-    find_engine,
-    identity_of,
-    name_of,
-    store_of,
-    timeout_of,
-)
+from gradwire.groups.c10d import capabilities
 from gradwire.groups.c10d.engine import C10dEngine
 from gradwire.groups.c10d.own_engines import ENGINE_MARGIN, make_gloo, make_nccl
 from gradwire.groups.c10d.teardown import Teardown, destroy, quiesce
@@ -64,25 +56,21 @@ class C10dGroup(Group):
         """`store` is where ranks publish their progress and failures; by default, the process group's store."""
         if not hasattr(pg, "allreduce"):
             raise UsageError(
-                f"C10dGroup({pg!r}): not a torch.distributed process group. Pass one, such as dist.group.WORLD."
+                f"C10dGroup({pg!r}): not a torch.distributed process group. Pass one, as dist.group.WORLD."
             )
-        super().__init__(
-            pg.rank(),
-            pg.size(),
-            name=name or f"c10d-{name_of(pg)}",
-            timeout=(timeout_of(pg) or DEFAULT_TIMEOUT) if timeout is None else timeout,
-        )
-        self.ledger.set_engines(engines_of(pg))
+        timeout = (capabilities.timeout_of(pg) or DEFAULT_TIMEOUT) if timeout is None else timeout
+        super().__init__(pg.rank(), pg.size(), name=name or f"c10d-{capabilities.name_of(pg)}", timeout=timeout)
+        self.ledger.engines = capabilities.engines_of(pg)
         self._given: Any = pg
         self._backends: dict[str, tuple[Any, C10dEngine]] = {}
-        self._store = store_of(pg) if store is None else store
+        self._store = capabilities.store_of(pg) if store is None else store
         membership = None
         if store is not None:
             membership = Membership.over(store, self.rank, self.size)
         elif self._store is not None:
             membership = Membership.of(pg, self._store, self)
         else:
-            self.ledger.identify(identity_of(pg))
+            self.ledger.identify(capabilities.identity_of(pg))
         self._monitor = Monitor(self, membership)
         self._lane = Worker(f"program-{self.name}-{self.rank}")
         self._poller = CompletionPoller(f"{self.name}-{self.rank}")
@@ -111,9 +99,7 @@ class C10dGroup(Group):
     ) -> C10dGroup:
         """A group over its own engines: NCCL for CUDA tensors, gloo for CPU tensors."""
         if not torch.cuda.is_available() or not dist.is_nccl_available():
-            raise UsageError(
-                "C10dGroup.nccl: there is no CUDA device here, or this torch was built without NCCL. Use C10dGroup.gloo."
-            )
+            raise UsageError("C10dGroup.nccl: there is no CUDA device here, or torch has no NCCL. Use C10dGroup.gloo.")
         engine, processes = make_nccl(store, rank, size, timeout_seconds("C10dGroup.nccl", timeout))
         return cls._over(engine, processes, store, timeout, name or "nccl")
 
@@ -268,11 +254,8 @@ class C10dGroup(Group):
         super().check_peers()
 
     def recover(self, timeout: float | None = None) -> None:
-        """Meet the other ranks; if they are out of step, continue over a new engine.
-
-        An engine cannot cancel an operation that some ranks have begun, so it is left to its own timeout and a new one is
-        made on the same store. The process group this group was made from is then no longer used.
-        """
+        """Meet the other ranks; if they are out of step, continue over a new engine on the same store: an engine cannot cancel an
+        operation that some ranks have begun. The process group this group was made from is then no longer used."""
         self.refuse_in_child("recover()")
         if self._monitor.membership is None or isinstance(self.failure, PeerLost):
             super().recover(timeout)
@@ -288,7 +271,7 @@ class C10dGroup(Group):
         engine = self._backend(torch.device("cpu"))[1]  # not the backend, whose last reference must not be here
         if engine.stream_ordered:
             raise UsageError(
-                f"{self}: its {engine.name} engine is out of step and cannot be recreated. Make a new group."
+                f"{self}: its {engine.name} engine is out of step and cannot be replaced. Make a new group."
             )
         # All ranks have abandoned the operations in the old engine, so it is aborted.
         idle = quiesce([backend for backend, _ in self._backends.values()], self._poller.take_abandoned, 0.0)
@@ -305,7 +288,7 @@ class C10dGroup(Group):
     def _backend(self, device: torch.device) -> tuple[Any, C10dEngine]:
         known = self._backends.get(device.type)
         if known is None:
-            known = self._backends[device.type] = find_engine(self.pg, device)
+            known = self._backends[device.type] = capabilities.find_engine(self.pg, device)
         return known
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
@@ -316,15 +299,10 @@ class C10dGroup(Group):
             number = self._store.add(f"{name}/{in_group_rank}/parts", 1)
             store = PrefixStore(f"{name}/{number}", self._store)
             return C10dGroup.gloo(store, in_group_rank, len(ranks), timeout=self.timeout, name=name)
-        if not can_split(backend):
-            raise UsageError(
-                f"{self}: its engine, {engine.name}, cannot be split. Make the process group with dist.new_group."
-            )
-        part = C10dGroup(
-            backend.split_group(ranks, timedelta(seconds=self.timeout), None, name, None),
-            name=name,
-            timeout=self.timeout,
-        )
+        if not capabilities.can_split(backend):
+            raise UsageError(f"{self}: its engine, {engine.name}, cannot be split. Make it with dist.new_group.")
+        made = backend.split_group(ranks, timedelta(seconds=self.timeout), None, name, None)
+        part = C10dGroup(made, name=name, timeout=self.timeout)
         part._own(part.pg)
         return part
 

@@ -76,7 +76,12 @@ def _connect(rendezvous: Rendezvous, store: Any, known: list[Ways]) -> Any:
         return failed(f"not finished after {rendezvous.timeout:.3g} s.")
 
     try:
-        options._devices = [ProcessGroupGloo.create_device(hostname=address) if address else _default_device()]
+        if address:
+            options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        elif interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+            options._devices = [ProcessGroupGloo.create_device(interface=interface)]
+        else:
+            options._devices = [ProcessGroupGloo.create_default_device()]
         call = BoundedCall(lambda: ProcessGroupGloo(cancelable, rank, size, options), name="gradwire-gloo-connect")
         try:
             rendezvous.wait_until(lambda seconds: call.wait(seconds) and call.result() is not None, late)
@@ -120,13 +125,6 @@ class _CancelableStore(Store):
     def _check(self) -> None:
         if self.canceled.is_set():
             raise RuntimeError("the group is no longer being made")
-
-
-def _default_device() -> Any:
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if interface:
-        return ProcessGroupGloo.create_device(interface=interface)
-    return ProcessGroupGloo.create_default_device()
 
 
 Ways = tuple[str, str]

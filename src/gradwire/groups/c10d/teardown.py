@@ -71,10 +71,8 @@ def quiesce(engines: Sequence[Any], natives: Callable[[], Sequence[Any]], patien
 
 
 def destroy(owned: list[Any], *, leak: Sequence[Any]) -> None:
-    """Drop the last references to the engines in `owned`.
-
-    If operations in them, `leak`, cannot be stopped, engines and operations are leaked: a destructor would wait for them.
-    """
+    """Drop the last references to the engines in `owned`. If operations in them, `leak`, cannot be stopped, engines and operations
+    are leaked: a destructor would wait for them."""
     if leak and owned:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object([*leak, *owned]))
         owned.clear()
@@ -87,10 +85,8 @@ def destroy(owned: list[Any], *, leak: Sequence[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Teardown:
-    """Stops a group's operations and destroys its engines, when it is closed or at exit. Does not keep the group alive.
-
-    See Note [The engine's threads and the interpreter's end].
-    """
+    """Stops a group's operations and destroys its engines, when it is closed or at exit: see Note [The engine's threads and the
+    interpreter's end]. Does not keep the group alive."""
 
     ledger: Ledger
     lane: Worker

@@ -115,11 +115,6 @@ class C10dWork(Work):
         self._event.record(torch.cuda.current_stream(self.op.device))
         self._poll_if_needed()
 
-    @property
-    def stopping(self) -> bool:
-        """Whether the group or the interpreter is ending, so that no thread should be inside the engine."""
-        return self._poller is not None and self._poller.stopping
-
     def _settle(self, outcome: list[BaseException | None], source_rank: int | None) -> bool:
         settled = super()._settle(outcome, source_rank)
         native, self.native = self.native, None  # a caller that keeps this Work must not keep the engine's sockets open
@@ -176,9 +171,9 @@ class C10dWork(Work):
             torch.cuda.current_stream(self.op.device).wait_event(self._event)
             return True
         deadline = time.perf_counter() + limit
-        while self.native is not None and not self.stopping and (left := deadline - time.perf_counter()) > 0:
-            if self.poll(min(left, _SLICE)):
-                break
+        while self.native is not None and (left := deadline - time.perf_counter()) > 0:
+            if (self._poller is not None and self._poller.stopping) or self.poll(min(left, _SLICE)):
+                break  # when the group or the interpreter ends, no thread should be inside the engine
         return super().wait_settled(max(0.0, deadline - time.perf_counter()))
 
     def get_future(self) -> torch.futures.Future[Any]:

@@ -185,11 +185,8 @@ class Membership:
     def __init__(
         self, connection: Any, rank: int, size: int, *, key: str = "", resumes: Membership | None = None
     ) -> None:
-        """`connection` is a store in which no call blocks for long: `over` makes one.
-
-        All ranks pass the same `key`, or none, and then make their memberships over a store in the same order. `resumes` is
-        this process's previous membership with that key, which has left.
-        """
+        """`connection` is a store in which no call blocks for long: `over` makes one. All ranks pass the same `key`, or none, and
+        then make their memberships in the same order. `resumes` is this process's previous one with that key, which has left."""
         self.rank = rank
         self.size = size
         self.joined: int = 0 if resumes is None else resumes.joined
@@ -251,11 +248,9 @@ class Membership:
     def learn(self, processes: Mapping[int, MemberProcess]) -> None:
         """Take over what is known of ranks that have not written a page yet: one may die before it does."""
         for rank, member in self.peers.members.items():
-            if not member.pid and rank in processes:
-                process = processes[rank]
-                self.peers.members[rank] = MemberPage(
-                    process.host, process.pid, process.start, number=self.peers.number
-                )
+            if not member.pid and (known := processes.get(rank)) is not None:
+                page = MemberPage(known.host, known.pid, known.start, number=self.peers.number)
+                self.peers.members[rank] = page
 
     @property
     def failure_record(self) -> tuple[int | None, str] | None:
@@ -270,11 +265,8 @@ class Membership:
         return [f"{self._base}/recover/{self.peers.number}/{self._recoveries + 1}/{r}" for r in range(self.size)]
 
     def start_over(self, in_flight: int, timeout: float) -> tuple[str, bool]:
-        """Meet all ranks after a failure and begin a new epoch: (its prefix in the store, whether all were in step).
-
-        In step means that every rank has joined the same number of collectives and none is in flight: then the engine can be
-        kept. Raises TimeoutError naming the missing ranks.
-        """
+        """Meet all ranks after a failure and begin a new epoch: (its prefix in the store, whether all had joined the same number of
+        collectives and none was in flight). Raises TimeoutError naming the missing ranks."""
         if self._epoch.unreported is not None:
             self.publish()  # the others may be waiting in an operation, and recover once they know of the failure
         store = bounded(self._connection, timeout, f"recovery on rank {self.rank} of {self.size}")

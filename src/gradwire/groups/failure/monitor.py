@@ -89,10 +89,8 @@ class Monitor:
             rank, why = membership.peers.all_left(), "it has left the group, as have all the others"
         if rank is None:
             return None
-        message = (
-            f"{where}: rank {rank} is lost: {why}. Look at its output for the cause; make a new group to continue."
-        )
-        return PeerLost(message, rank=rank, op=None if first is None else first.op.signature)
+        text = f"{where}: rank {rank} is lost: {why}. Look at its output for the cause; make a new group to continue."
+        return PeerLost(text, rank=rank, op=None if first is None else first.op.signature)
 
     def report(self, error: BaseException) -> None:
         if self.membership is None:
@@ -120,9 +118,7 @@ class Monitor:
             rank, why = None, "a peer is gone"
             if self.membership is not None:
                 rank, why = find_culprit(self.membership, self.membership.joined)
-            text = (
-                f"{where}: {why}. Look at that rank's output for the cause; make a new group. Error of {engine}: {text}"
-            )
+            text = f"{where}: {why}. Look at that rank's output; make a new group. Error of {engine}: {text}"
             translated = PeerLost(text, rank=rank, op=op)
         elif _TIMED_OUT.search(text):
             known = self._ledger.timed_out(work, work.timeout)
@@ -136,10 +132,8 @@ class Monitor:
         return translated
 
     def recover(self, timeout: float, *, stuck: int = 0) -> tuple[str, bool]:
-        """Meet all ranks after a failure: (a new prefix in the store, whether the engine may be kept).
-
-        It may if all ranks have joined the same number of collectives and none has one that is `stuck` in its engine.
-        """
+        """Meet all ranks after a failure: (a new prefix in the store, whether the engine may be kept). It may if all ranks have
+        joined the same number of collectives and none has one that is `stuck` in its engine."""
         if self.membership is None:
             self._joined = 0
             return "", True

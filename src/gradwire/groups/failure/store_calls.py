@@ -99,9 +99,9 @@ class StoreCalls:
             done: list[bool] = []
             if self._direct:
                 self._attempt(exchange, done)
-                return bool(done)
-            call = self._call = BoundedCall(lambda: self._attempt(exchange, done), name=_THREAD)
-            call.wait(deadline - time.monotonic())
+            else:
+                call = self._call = BoundedCall(lambda: self._attempt(exchange, done), name=_THREAD)
+                call.wait(deadline - time.monotonic())
             return bool(done)
         finally:
             self._lock.release()

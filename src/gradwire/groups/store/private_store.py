@@ -250,8 +250,9 @@ class PrivateStore(Store):
 
     def _refresh(self) -> None:
         (end,) = _END.unpack(os.pread(self._fd, _END.size, 0))
-        data = os.pread(self._fd, end - self._at, self._at)
-        if len(data) < end - self._at:
+        length = max(0, end - self._at)  # a new file has no end yet
+        data = os.pread(self._fd, length, self._at)
+        if len(data) < length:
             raise DistStoreError(f"the private store: its file was truncated at byte {self._at + len(data)} of {end}")
         self._apply(data)
 
@@ -363,9 +364,7 @@ def _open_unused(name: str, rank: int) -> PrivateStore:
     if not private.check([f"{_USED}{rank}"]):
         return private
     private.close()
-    raise PrivateFileGone(
-        f"opening the private store {name}: it belongs to an earlier group, which rank 0 has not left."
-    )
+    raise PrivateFileGone(f"opening the private store {name}: it belongs to an earlier group of rank 0's, still open.")
 
 
 def release(store: Any) -> None:

@@ -77,10 +77,8 @@ class Rendezvous:
 
     @contextmanager
     def meeting(self, base: str, *, report: bool = True) -> Iterator[None]:
-        """Meet the other ranks under the key `base`, the same for all of them: see Note [Meetings are watched].
-
-        `report` the errors of this rank to the others, unless ranks may meet again under this key.
-        """
+        """Meet the other ranks under the key `base`, the same for all of them: see Note [Meetings are watched]. `report` the errors
+        of this rank to the others, unless ranks may meet again under this key."""
         self._base = base
         mine = self.processes[self.rank] = MemberProcess.current()
         self.store.set(f"{base}/process/{self.rank}", json.dumps(asdict(mine)))
@@ -120,10 +118,8 @@ class Rendezvous:
         return self.processes
 
     def shared_id(self, key: str) -> int:
-        """A random number, the same on all ranks: the first one to call this has chosen it.
-
-        Of a store that cannot compare and set, as a user's own may, it is derived from the key.
-        """
+        """A random number, the same on all ranks: the first to call this has chosen it. Of a store that cannot compare and set, as
+        a user's own may, it is derived from the key."""
         try:
             value: bytes = self.store.compare_set(key, "", f"{new_id():x}")
             return int(value, 16)
@@ -156,10 +152,8 @@ class Rendezvous:
     def wait_until(
         self, done: Callable[[float], bool], late: Callable[[], GroupError | None], *, within: float | None = None
     ) -> None:
-        """Return when `done(seconds)`, which waits at most that long, returns True; watch the other ranks meanwhile.
-
-        At the deadline raise `late()`. It is None if what was waited for arrived at the last moment.
-        """
+        """Return when `done(seconds)`, which waits at most that long, returns True; watch the other ranks meanwhile. At the
+        deadline raise `late()`, unless it is None: what was waited for arrived at the last moment."""
         deadline = time.monotonic() + (self.timeout if within is None else within)
         deadline = min([deadline, *(meeting._deadline for meeting in _active())])
         while True:
@@ -309,12 +303,6 @@ def host_store(host: str = LOOPBACK, *, timeout: float = 60.0) -> TCPStore:
     every address of the machine, whatever host it is given.
     """
     listener = socket.create_server((host, 0), backlog=2048)
-    port = listener.getsockname()[1]
-    return TCPStore(
-        host or LOOPBACK,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-        master_listen_fd=listener.detach(),
-    )
+    port, limit = listener.getsockname()[1], timedelta(seconds=timeout)
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": limit}
+    return TCPStore(host or LOOPBACK, port, **options, master_listen_fd=listener.detach())

@@ -11,7 +11,7 @@ import time
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective, Layout
+from gradwire.collectives import Collective
 from gradwire.collectives.lower import Program
 from gradwire.errors import CollectiveTimeout, UsageError
 from gradwire.groups.base import Group
@@ -41,17 +41,9 @@ class GroupWrapper(Group):
         if not self.shares_ledger:
             self.ledger.identify(inner.ledger.events.child_id(type(self).__name__))
 
-    @property
-    def tells_mismatch(self) -> bool:  # type: ignore[override]
-        return self.inner.tells_mismatch
-
-    @property
-    def in_one_process(self) -> bool:  # type: ignore[override]
-        return self.inner.in_one_process
-
-    @property
-    def layout(self) -> Layout | None:  # type: ignore[override]
-        return self.inner.layout
+    tells_mismatch = property(lambda self: self.inner.tells_mismatch)
+    in_one_process = property(lambda self: self.inner.in_one_process)
+    layout = property(lambda self: self.inner.layout)
 
     def submit(self, op: Collective) -> Work:
         return self.inner.submit(op)

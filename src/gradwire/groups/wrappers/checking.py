@@ -12,8 +12,8 @@ from torch import Tensor
 from gradwire.collectives import Collective, OpKind, all_gather, all_gather_into_tensor
 from gradwire.collectives.finite import is_finite
 from gradwire.collectives.lower import Program
-from gradwire.collectives.matching import LIMIT, comparable, decode, encode, mismatch
-from gradwire.errors import CollectiveMismatch, GroupError, NonFiniteGradient, Origin
+from gradwire.collectives.matching import comparable, decode, encode, mismatch
+from gradwire.errors import CollectiveMismatch, NonFiniteGradient, Origin
 from gradwire.groups.work import Work
 from gradwire.groups.wrappers.base import TrackedWrapper
 
@@ -39,11 +39,6 @@ class Verified(TrackedWrapper):
         digests = [bytes(part.tolist()) for part in gathered.view(self.size, -1)]
         if any(d[:_DIGEST_BYTES] != digest for d in digests):
             lengths = [int.from_bytes(d[_DIGEST_BYTES:], "little") for d in digests]
-            if max(lengths) > LIMIT:
-                raise GroupError(
-                    f"{op} of {self.name}: rank {lengths.index(max(lengths))} announces a description of {max(lengths)} bytes, "
-                    f"but the limit is {LIMIT}. Check that all ranks run the same version of gradwire."
-                )
             places = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths]
             yield all_gather(places, _tensor(described), label="compare signatures")
             signatures = [decode(bytes(place.tolist()), rank=rank) for rank, place in enumerate(places)]
@@ -68,14 +63,14 @@ class NanCheck(TrackedWrapper):
 
     def submit(self, op: Collective) -> Work:
         """A send is checked on this rank only; collectives are checked on all ranks."""
-        if op.kind is OpKind.SEND and not _finite(op.inputs):
+        if op.kind is OpKind.SEND and not all(map(is_finite, op.inputs)):
             raise self._error(op, self.rank)
         return super().submit(op)
 
     def program(self, op: Collective) -> Program:
         contributes = op.root is None or op.kind not in (OpKind.BROADCAST, OpKind.SCATTER) or op.root == self.rank
         if op.tensors and (op.tensors[0].dtype.is_floating_point or op.tensors[0].dtype.is_complex):
-            bad = contributes and not _finite(op.inputs)
+            bad = contributes and not all(map(is_finite, op.inputs))
             flags = torch.empty(self.size, dtype=torch.uint8, device="cpu")
             yield all_gather_into_tensor(flags, torch.tensor([bad], dtype=torch.uint8, device="cpu"), label="finite?")
             culprits = flags.nonzero().flatten().tolist()
@@ -83,7 +78,7 @@ class NanCheck(TrackedWrapper):
                 raise self._error(op, culprits[0], culprits)
         yield op
         sums = op.kind in (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER, OpKind.REDUCE_SCATTER_TENSOR)
-        if sums and not _finite(op.outputs):
+        if sums and not all(map(is_finite, op.outputs)):
             raise NonFiniteGradient(
                 f"{op} of {self.name}: every rank's values were finite, but their {op.reduce_op and op.reduce_op.name} is not. "
                 "Scale down before the reduction, or reduce in a wider dtype.",
@@ -99,7 +94,3 @@ class NanCheck(TrackedWrapper):
             parameter=op.label or None,
             origin=Origin.GRADIENT,
         )
-
-
-def _finite(tensors: tuple[Tensor, ...]) -> bool:
-    return all(map(is_finite, tensors))
