@@ -91,7 +91,8 @@ def _all_gather_into_tensor(op: Collective, low: Lowering) -> Program:
     if low.takes(by_list):
         yield by_list
     elif low.takes(build.broadcast(part, src=0)):
-        _put(part, parts[low.rank])
+        if part.data_ptr() != parts[low.rank].data_ptr():
+            parts[low.rank].copy_(part)
         for rank, place in enumerate(parts):
             yield build.broadcast(place, src=rank, label=op.label)
     elif sums_bytes(low):
@@ -101,11 +102,6 @@ def _all_gather_into_tensor(op: Collective, low: Lowering) -> Program:
         yield build.all_reduce(whole, label=op.label)
     else:
         _refuse(low)
-
-
-def _put(source: Tensor, place: Tensor) -> None:
-    if source.data_ptr() != place.data_ptr():
-        place.copy_(source)
 
 
 def _all_to_all_single(op: Collective, low: Lowering) -> Program:

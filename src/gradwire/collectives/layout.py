@@ -45,7 +45,6 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
         return sum(len(host) for host in self.hosts)
 
     @property
@@ -70,7 +69,6 @@ class Layout:
         return self.hosts[host][number :: self.width]
 
     def within(self, ranks: Sequence[int]) -> Layout:
-        """The layout of a sub-group of `ranks`, in that order."""
         numbers = {rank: number for number, rank in enumerate(ranks)}
         hosts = (tuple(sorted(numbers[r] for r in host if r in numbers)) for host in self.hosts)
         return Layout(tuple(sorted(host for host in hosts if host)))

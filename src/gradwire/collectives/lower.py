@@ -295,22 +295,16 @@ def _rooted_as_bytes(op: Collective, low: Lowering) -> Program:
 
 
 def _send(op: Collective, low: Lowering) -> Program:
-    def of(message: Tensor) -> Collective:
-        return build.send(message, dst=op.peer or 0, tag=op.tag, label=op.label)
-
-    message = as_bytes(op.inputs[0])
-    yield from _taken(of(message if low.takes(of(message)) else message.cpu()), low)
+    message = replace(op, inputs=(as_bytes(op.inputs[0]),))
+    yield from _taken(message if low.takes(message) else replace(message, inputs=(message.inputs[0].cpu(),)), low)
 
 
 def _recv(op: Collective, low: Lowering) -> Program:
-    def into(place: Tensor) -> Collective:
-        return build.recv(place, src=op.peer, tag=op.tag, label=op.label)
-
     target = op.outputs[0]
     place = torch.empty(target.nbytes, dtype=torch.uint8, device=target.device)
-    if not low.takes(into(place)):
+    if not low.takes(replace(op, outputs=(place,))):
         place = torch.empty(target.nbytes, dtype=torch.uint8, device="cpu")
-    yield from _taken(into(place), low)
+    yield from _taken(replace(op, outputs=(place,)), low)
     store(target.detach(), place.view(target.dtype).to(target.device))
 
 

@@ -24,14 +24,9 @@ LIMIT = 1 << 24
 def comparable(signature: Signature) -> tuple[object, ...]:
     """What must be equal on all ranks: one value per entry of kind, dtype, shape, op, root, label."""
     free = signature.kind in _FREE_SHAPES
-    return (
-        signature.kind,
-        tuple(sorted(set(signature.dtypes))) if free else signature.dtypes,
-        () if free else signature.shapes,
-        signature.reduce_op,
-        signature.root,
-        signature.label,
-    )
+    dtypes = tuple(sorted(set(signature.dtypes))) if free else signature.dtypes
+    shapes = () if free else signature.shapes
+    return signature.kind, dtypes, shapes, signature.reduce_op, signature.root, signature.label
 
 
 def disagreement(signatures: Signatures, ranks: Sequence[int] | None = None) -> str | None:
@@ -46,7 +41,8 @@ def disagreement(signatures: Signatures, ranks: Sequence[int] | None = None) -> 
         common = max(values, key=values.count)
         odd = [i for i, value in enumerate(values) if value != common]
         if odd:
-            who = _who([ranks[i] for i in odd] if ranks else odd)
+            named = [ranks[i] for i in odd] if ranks else odd
+            who = f"rank {named[0]} has" if len(named) == 1 else f"ranks {named} have"
             return f"ranks differ in {name}: {who} {_show(values[odd[0]])}, the others have {_show(common)}"
     return None
 
@@ -60,16 +56,9 @@ def mismatch(
     if problem is None:
         return None
     ops = dict(enumerate(signatures) if ranks is None else zip(ranks, signatures, strict=True))
-    return CollectiveMismatch(
-        f"{group}: an operation is not the same on all ranks: {problem}. "
-        f"Submitted: {'; '.join(f'rank {r}: {s}' for r, s in ops.items())}. "
-        "All ranks must submit the same collectives in the same order.",
-        ops=ops,
-    )
-
-
-def _who(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {list(ranks)} have"
+    submitted = "; ".join(f"rank {r}: {s}" for r, s in ops.items())
+    text = f"{group}: an operation is not the same on all ranks: {problem}. Submitted: {submitted}. "
+    return CollectiveMismatch(text + "All ranks must submit the same collectives in the same order.", ops=ops)
 
 
 def _show(value: object) -> str:
@@ -103,17 +92,11 @@ def decode(data: bytes, *, rank: int) -> Signature:
     """
     try:
         kind, shapes, dtypes, reduce_op, root, peer, tag, scope, label = json.loads(data)
-        return Signature(
-            OpKind(kind),
-            tuple(tuple(map(int, shape)) for shape in shapes),
-            tuple(map(str, dtypes)),
-            None if reduce_op is None else ReduceOp(reduce_op),
-            None if root is None else int(root),
-            None if peer is None else int(peer),
-            int(tag),
-            Scope(scope),
-            str(label),
-        )
+        sizes = tuple(tuple(map(int, shape)) for shape in shapes)
+        reduction = None if reduce_op is None else ReduceOp(reduce_op)
+        root, peer = (None if rank is None else int(rank) for rank in (root, peer))
+        fields = OpKind(kind), sizes, tuple(map(str, dtypes)), reduction, root, peer
+        return Signature(*fields, int(tag), Scope(scope), str(label))
     except (ValueError, TypeError, RecursionError) as error:
         raise GroupError(
             f"reading which operation rank {rank} has submitted: its {len(data)} bytes describe none ({error}). Check that "

@@ -45,7 +45,6 @@ class Collective(OpFields):
         return replace(self, timeout=seconds)
 
     def among(self, scope: Scope) -> Collective:
-        """The same collective of other ranks."""
         return replace(self, scope=scope)
 
     @property
@@ -71,18 +70,10 @@ class Collective(OpFields):
 
     @property
     def signature(self) -> Signature:
-        """This collective without its tensors."""
-        return Signature(
-            kind=self.kind,
-            shapes=tuple(tuple(t.shape) for t in self.tensors),
-            dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in self.tensors),
-            reduce_op=self.reduce_op,
-            root=self.root,
-            peer=self.peer,
-            tag=self.tag,
-            scope=self.scope,
-            label=self.label,
-        )
+        shapes = tuple(tuple(t.shape) for t in self.tensors)
+        dtypes = tuple(str(t.dtype).removeprefix("torch.") for t in self.tensors)
+        whom = self.root, self.peer, self.tag, self.scope
+        return Signature(self.kind, shapes, dtypes, self.reduce_op, *whom, self.label)
 
     def __repr__(self) -> str:
         return str(self.signature)

@@ -116,10 +116,6 @@ def writes(outputs: Sequence[Tensor], program: Generator[T, None, None]) -> Gene
 @torch.no_grad()
 def store(output: Tensor, value: Tensor) -> None:
     """Write `value` into `output`, whatever its strides; shapes may differ as long as the number of elements agrees."""
-    _write(output, value)
-
-
-def _write(output: Tensor, value: Tensor) -> None:
     with writing((output,)):
         output.copy_(value if value.is_sparse or value.shape == output.shape else value.reshape(output.shape))
 
@@ -128,7 +124,7 @@ def _write(output: Tensor, value: Tensor) -> None:
 def perform(ops: Sequence[Collective]) -> None:
     """Run one collective, given every rank's record in rank order."""
     for output, value in _PERFORM[ops[0].kind](ops):
-        _write(output, value)
+        store(output, value)
 
 
 _Writes = list[tuple[Tensor, Tensor]]

@@ -12,14 +12,7 @@ LONGEST = 1e9
 
 
 def timeout_seconds(what: str, value: object) -> float:
-    """`value` as the seconds that something may take, or UsageError: a number above 0 that is finite.
-
-    >>> timeout_seconds("set_timeout", 5)
-    5.0
-    >>> timeout_seconds("set_timeout", float("nan"))
-    Traceback (most recent call last):
-    gradwire.errors.UsageError: set_timeout: timeout is nan. Pass a number of seconds above 0 and at most 1e+09.
-    """
+    """`value` as the seconds that something may take, or UsageError: a number above 0 that is finite."""
     seconds = _number(what, value)
     if not 0 < seconds <= LONGEST:
         raise UsageError(f"{what}: timeout is {value!r}. Pass a number of seconds above 0 and at most {LONGEST:g}.")
@@ -27,13 +20,8 @@ def timeout_seconds(what: str, value: object) -> float:
 
 
 def wait_seconds(what: str, value: object) -> float:
-    """`value` as the seconds that a caller waits for something with a deadline of its own, or UsageError: any number but NaN.
-
-    Below 0, as the rest of a time that has passed may be, it counts as 0. Infinity sets no limit but that deadline.
-
-    >>> wait_seconds("close", -0.1)
-    0.0
-    """
+    """`value` as the seconds that a caller waits for something with a deadline of its own, or UsageError: any number but NaN. Below
+    0, as the rest of a time that has passed may be, it counts as 0. Infinity sets no limit but that deadline."""
     seconds = _number(what, value)
     if math.isnan(seconds):
         raise UsageError(f"{what}: timeout is {value!r}. Pass a number of seconds.")

@@ -259,11 +259,9 @@ class Group(Verbs, ABC):
         self.ledger.fail_all(self.failure)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Leave gracefully: let operations in flight finish, for at most `timeout` seconds, call the hooks, end the threads.
-
-        What has not finished by then fails with ClosedError. Closing twice is a no-op. An error of a completion hook that no
-        wait has raised yet is raised here. A no-op in a forked child: the group belongs to its parent.
-        """
+        """Leave gracefully: let operations in flight finish, for at most `timeout` seconds, call the hooks, end the threads. What
+        has not finished by then fails with ClosedError; an error of a completion hook that no wait has raised yet is raised here.
+        Closing twice is a no-op, as is closing in a forked child: the group belongs to its parent."""
         timeout = wait_seconds(f"close of {self}", timeout)
         if self.closed or self.forked:
             return

@@ -37,12 +37,10 @@ class WorkInfo:
 
     @property
     def label(self) -> str:
-        """The caller's name for it."""
         return self.op.label
 
     @property
     def duration(self) -> float:
-        """Seconds from submission to completion."""
         return self.finished - self.started
 
 

@@ -46,10 +46,8 @@ class FutureThreads:
         return OutcomeFuture(device, depth, problems)
 
     def put(self, future: OutcomeFuture, error: BaseException | None, outputs: Sequence[Tensor]) -> None:
-        """Complete `future` after those put before; at once if the threads have been stopped.
-
-        Takes no lock: `abort()` in a signal handler may interrupt any thread anywhere.
-        """
+        """Complete `future` after those put before; at once if the threads have been stopped. Takes no lock: `abort()` in a signal
+        handler may interrupt any thread anywhere."""
         self._unfinished[future] = error, outputs
         if not self._stopped:
             self._workers[future.depth].put(lambda: self._complete(future))

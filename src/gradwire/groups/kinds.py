@@ -1,8 +1,5 @@
 """The registry of group kinds: the names that `gw.init`, `register_backend`, `run_ranks` and the command line accept.
 
-    register_kind(GroupKind("mine", build_mine))
-    gw.init(kind="mine")
-
 An installed package can provide kinds without being imported, by an entry point of the group `gradwire.groups`. The entry point's
 name is the kind's name, and it refers to a GroupKind or to a function that makes a group:
 
@@ -153,11 +150,9 @@ def _threads(store: Any, rank: int, size: int, *, timeout: float, name: str) -> 
     if size == 1:
         return ThreadGroup.world(1, timeout=timeout, name=name)[0]
     if not isinstance(store, HashStore):
-        others = [kind.name for kind in registered_kinds() if kind.ranks is not Ranks.THREADS]
-        raise UsageError(
-            f"kind 'threads' on rank {rank} of {size}: all ranks must be threads of one process. Choose another kind: "
-            f"{', '.join(others)}."
-        )
+        others = ", ".join(kind.name for kind in registered_kinds() if kind.ranks is not Ranks.THREADS)
+        problem = f"kind 'threads' on rank {rank} of {size}: all ranks must be threads of one process"
+        raise UsageError(f"{problem}. Choose another kind: {others}.")
     if store not in _THREADS:
         _THREADS[store] = ThreadGroup.world(size, timeout=timeout, name=name)
     return _THREADS[store][rank]

@@ -1,8 +1,7 @@
 """The state of one group on one rank: numbers operations, tracks those in flight, calls listeners and hooks, and records whether
 the group has failed or was closed.
 
-A wrapper without operations of its own shares its inner group's ledger, so an operation is counted once however many
-wrappers it passes through.
+A wrapper without operations of its own shares its inner group's ledger, so an operation is counted once.
 """
 
 from __future__ import annotations
@@ -67,7 +66,8 @@ class Ledger:
         self.futures = FutureThreads(f"{name}-{rank}")
         self.pending: dict[int, Work] = {}
         self.arrivals: Callable[[Work], Arrivals | None] = lambda work: None
-        self._numbers = itertools.count()
+        self.next_seq = itertools.count().__next__
+        """The number of the next operation; they count from 0."""
         self._collectives = itertools.count(1)
         self._messages: dict[tuple[OpKind, int | None, int], int] = {}
         self._epoch = 0
@@ -91,10 +91,6 @@ class Ledger:
         self.events.identify(group_id)
         if writer.active is not None:
             self._record_group(writer.active)
-
-    def next_seq(self) -> int:
-        """The number of the next operation; they count from 0."""
-        return next(self._numbers)
 
     def next_ordinal(self, op: Collective) -> int:
         """The number of the next collective, the same on all ranks. Of a send or a receive, which not all ranks take part in,
@@ -163,13 +159,9 @@ class Ledger:
             number = op.kind.number
             if kind is _SUBMITTED and not op.is_on_host:
                 number |= ON_DEVICE
-            recorder.put(
-                kind,
-                self.events.member(recorder),
-                (number, work.seq, work.ordinal, NO_PEER if op.peer is None else op.peer, work.duration or 0.0, at),
-                label=op.label if error is None else summary(error),
-                nbytes=op.nbytes,
-            )
+            peer, label = NO_PEER if op.peer is None else op.peer, op.label if error is None else summary(error)
+            numbers = number, work.seq, work.ordinal, peer, work.duration or 0.0, at
+            recorder.put(kind, self.events.member(recorder), numbers, label=label, nbytes=op.nbytes)
 
     def _record_group(self, recorder: FlightRecorder) -> None:
         self._recorder = recorder
@@ -196,13 +188,12 @@ class Ledger:
         else:
             kernel = "" if work.op.is_on_host else "a kernel that was enqueued before it still runs, or "
             who = f"All ranks {list(known.joined)} have joined: {kernel}the engine or the link is slow or stuck."
-        return CollectiveTimeout(
-            f"{self.where(work)}: not finished after {limit:.3g} s. {who} Look at the missing ranks for "
-            "an exception, a different order of operations or slow work between them; raise the timeout if they are just slow.",
-            op=work.op.signature,
-            joined=None if known is None else known.joined,
-            missing=None if known is None else known.missing,
+        text = (
+            f"{self.where(work)}: not finished after {limit:.3g} s. {who} Look at the missing ranks for an exception, a different "
+            "order of operations or slow work between them; raise the timeout if they are just slow."
         )
+        joined, missing = (None, None) if known is None else (known.joined, known.missing)
+        return CollectiveTimeout(text, op=work.op.signature, joined=joined, missing=missing)
 
     def where(self, work: Work | None) -> str:
         """The beginning of an error message: the operation, or the group if there is none, and this rank."""

@@ -1,8 +1,5 @@
 """`ThreadGroup`: ranks as threads of one process. It has no sockets and no helper threads: the last rank to join an
-operation carries it out for all, in rank order, so results are bitwise the same in every run.
-
-    world = ThreadGroup.world(4)          # one group object per rank; hand each to a thread
-"""
+operation carries it out for all, in rank order, so results are bitwise the same in every run."""
 
 from __future__ import annotations
 
@@ -119,7 +116,7 @@ class _ThreadWorld:
         self.name = name
         self.timeout = timeout
         self.group_id = new_id()
-        self.watchdog = _SharedWatchdog(name, size)
+        self.watchdog = Watchdog(name, owners=size)
         self.groups: list[ThreadGroup] = []
         self._lock = threading.Lock()
         self._slots: dict[int, dict[int, Work]] = {}
@@ -252,10 +249,7 @@ class _ThreadWorld:
 
 
 def _left(work: Work, rank: int) -> PeerLost:
-    text = (
-        f"{work.ledger.where(work)}: rank {rank} has closed its group and will not join. All ranks must submit the same "
-        f"operations before any of them closes. {UNEVEN}."
-    )
+    text = f"{work.ledger.where(work)}: rank {rank} has closed its group and will not join. {UNEVEN}."
     return PeerLost(text, rank=rank, op=work.op.signature)
 
 
@@ -281,18 +275,3 @@ def _deliver(send: Work, source: int, recv: Work) -> None:
     except Exception as problem:
         error = problem
     settle_together([(recv, source), (send, None)], error)
-
-
-class _SharedWatchdog(Watchdog):
-    """One watchdog for all ranks of a world; ends when the last of them stops it."""
-
-    def __init__(self, name: str, owners: int) -> None:
-        super().__init__(name)
-        self._owners = owners
-
-    def stop(self) -> None:
-        with self._lock:
-            self._owners -= 1
-            last = self._owners <= 0
-        if last:
-            super().stop()

@@ -48,12 +48,9 @@ def seconds(timeout: float | timedelta | None) -> float | None:
 
 
 class Work:
-    """One operation in flight.
-
-    It may be waited on at any time, any number of times and from any thread: each wait returns True, or raises the error
-    that the operation failed with. A wait whose own `timeout` passes raises CollectiveTimeout only to that caller and
-    leaves the operation running; when the operation's deadline passes, the operation itself fails.
-    """
+    """One operation in flight. It may be waited on at any time, any number of times and from any thread: each wait returns True, or
+    raises the error that the operation failed with. A wait whose own `timeout` passes raises CollectiveTimeout only to that caller
+    and leaves the operation running; when the operation's deadline passes, the operation itself fails."""
 
     place = 0
     """How many collectives the rank had joined including this one, if the group counts them."""
@@ -189,7 +186,6 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has finished or failed."""
         return self.settled
 
     def is_success(self) -> bool:
@@ -201,7 +197,6 @@ class Work:
         return self._error
 
     def result(self) -> list[Tensor]:
-        """Wait, and return the outputs."""
         self.wait()
         return list(self.op.outputs)
 
@@ -221,16 +216,9 @@ class Work:
     @property
     def info(self) -> WorkInfo:
         """What completion hooks receive; while it runs, `finished` is the current time."""
-        return WorkInfo(
-            op=self.op.signature,
-            group=self.ledger.name,
-            rank=self.ledger.rank,
-            seq=self.seq,
-            bytes=self.op.nbytes,
-            started=self.started,
-            finished=time.perf_counter() if self.finished is None else self.finished,
-            error=self._error,
-        )
+        finished = time.perf_counter() if self.finished is None else self.finished
+        what = self.op.signature, self.ledger.name, self.ledger.rank, self.seq
+        return WorkInfo(*what, self.op.nbytes, self.started, finished, self._error)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A torch Future of the list of outputs; on CUDA it preserves stream order."""

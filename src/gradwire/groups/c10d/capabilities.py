@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Mapping
-from types import BuiltinFunctionType, MappingProxyType
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -32,33 +32,31 @@ from gradwire.groups.c10d.python_work import adapt
 from gradwire.groups.failure.store_calls import innermost
 from gradwire.recorder.source import derived_id
 
-METHODS: Mapping[OpKind, tuple[str, ...]] = MappingProxyType(
-    {
-        OpKind.ALL_REDUCE: ("allreduce",),
-        OpKind.BROADCAST: ("broadcast",),
-        OpKind.ALL_GATHER: ("allgather",),
-        OpKind.ALL_GATHER_INTO_TENSOR: (
-            "_allgather_base",
-            "all_gather_single",
-            "allgather_into_tensor_coalesced",
-            "all_gather_single_coalesced",
-        ),
-        OpKind.REDUCE_SCATTER: ("reduce_scatter",),
-        OpKind.REDUCE_SCATTER_TENSOR: (
-            "_reduce_scatter_base",
-            "reduce_scatter_single",
-            "reduce_scatter_tensor_coalesced",
-            "reduce_scatter_single_coalesced",
-        ),
-        OpKind.ALL_TO_ALL: ("alltoall",),
-        OpKind.ALL_TO_ALL_SINGLE: ("alltoall_base", "all_to_all_single"),
-        OpKind.GATHER: ("gather",),
-        OpKind.SCATTER: ("scatter",),
-        OpKind.SEND: ("send",),
-        OpKind.RECV: ("recv",),
-        OpKind.BARRIER: ("barrier",),
-    }
-)
+METHODS: Mapping[OpKind, tuple[str, ...]] = {
+    OpKind.ALL_REDUCE: ("allreduce",),
+    OpKind.BROADCAST: ("broadcast",),
+    OpKind.ALL_GATHER: ("allgather",),
+    OpKind.ALL_GATHER_INTO_TENSOR: (
+        "_allgather_base",
+        "all_gather_single",
+        "allgather_into_tensor_coalesced",
+        "all_gather_single_coalesced",
+    ),
+    OpKind.REDUCE_SCATTER: ("reduce_scatter",),
+    OpKind.REDUCE_SCATTER_TENSOR: (
+        "_reduce_scatter_base",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor_coalesced",
+        "reduce_scatter_single_coalesced",
+    ),
+    OpKind.ALL_TO_ALL: ("alltoall",),
+    OpKind.ALL_TO_ALL_SINGLE: ("alltoall_base", "all_to_all_single"),
+    OpKind.GATHER: ("gather",),
+    OpKind.SCATTER: ("scatter",),
+    OpKind.SEND: ("send",),
+    OpKind.RECV: ("recv",),
+    OpKind.BARRIER: ("barrier",),
+}
 """The method names of each kind in torch's versions, in search order."""
 
 _RECV_ANY = "recv_anysource"
@@ -97,10 +95,8 @@ def engines_of(pg: Any) -> dict[str, str]:
 
 
 def store_of(pg: Any) -> Any:
-    """The store of a process group; None if it has none that works.
-
-    torch's FakeStore has no methods at all, and once its Python half is gone it is an object of the abstract class.
-    """
+    """The store of a process group; None if it has none that works: torch's FakeStore has no methods at all, and once its Python
+    half is gone it is an object of the abstract class."""
     try:
         store = pg.get_group_store()
     except (AttributeError, RuntimeError):

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,7 +41,6 @@ class C10dEngine:
     """Whether a call may block until the peers have called too; it is then made on the group's lane, not by the caller."""
 
     def program(self, op: Collective, *, rank: int, size: int) -> Program:
-        """The collective as steps that the engine supports."""
         return lower(op, rank=rank, size=size, takes=self.takes)
 
 
@@ -128,10 +126,6 @@ def _all_to_all_single(pg: Any, op: Collective, ins: list[Tensor], outs: list[Te
     return pg.alltoall_base(outs[0], ins[0], list(out_splits), list(in_splits), options)
 
 
-def _recv(pg: Any, op: Collective, ins: list[Tensor], outs: list[Tensor], timeout: timedelta) -> Any:
-    return pg.recv_anysource(outs, op.tag) if op.peer is None else pg.recv(outs, op.peer, op.tag)
-
-
 _CALLS: dict[OpKind, Callable[[Any, Collective, list[Tensor], list[Tensor], timedelta], Any]] = {
     OpKind.ALL_REDUCE: lambda pg, op, i, o, t: pg.allreduce(i, _set(c10d.AllreduceOptions(), op, t)),
     OpKind.BROADCAST: lambda pg, op, i, o, t: pg.broadcast(i, _set(c10d.BroadcastOptions(), op, t)),
@@ -149,7 +143,9 @@ _CALLS: dict[OpKind, Callable[[Any, Collective, list[Tensor], list[Tensor], time
     OpKind.GATHER: lambda pg, op, i, o, t: pg.gather([o] if o else [], i, _set(c10d.GatherOptions(), op, t)),
     OpKind.SCATTER: lambda pg, op, i, o, t: pg.scatter(o, [i] if i else [], _set(c10d.ScatterOptions(), op, t)),
     OpKind.SEND: lambda pg, op, i, o, t: pg.send(i, op.peer, op.tag),
-    OpKind.RECV: _recv,
+    OpKind.RECV: lambda pg, op, i, o, t: (
+        pg.recv_anysource(o, op.tag) if op.peer is None else pg.recv(o, op.peer, op.tag)
+    ),
     OpKind.BARRIER: lambda pg, op, i, o, t: pg.barrier(_set(c10d.BarrierOptions(), op, t)),
 }
 
@@ -161,5 +157,5 @@ def _gloo_call(pg: Any, op: Collective, timeout: float) -> Any:
 
 GLOO = C10dEngine("gloo", _gloo_takes, _gloo_call)
 NCCL = C10dEngine("nccl", _nccl_takes, call, stream_ordered=True)
-KNOWN: Mapping[str, C10dEngine] = MappingProxyType({"gloo": GLOO, "nccl": NCCL})
+KNOWN: Mapping[str, C10dEngine] = {"gloo": GLOO, "nccl": NCCL}
 """C++ engines by backend name."""

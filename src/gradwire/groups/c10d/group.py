@@ -29,15 +29,7 @@ from gradwire.groups.c10d import capabilities
 from gradwire.groups.c10d.engine import C10dEngine
 from gradwire.groups.c10d.own_engines import ENGINE_MARGIN, make_gloo, make_nccl
 from gradwire.groups.c10d.teardown import Teardown, destroy, quiesce
-from gradwire.groups.c10d.work import (
-    C10dWork,
-    CompletionPoller,
-    MessageThreads,
-    SideStreams,
-    mark,
-    settle_finished,
-    wait_slice,
-)
+from gradwire.groups.c10d.work import C10dWork, CompletionPoller, MessageThreads, SideStreams, wait_slice
 from gradwire.groups.failure.membership import Membership
 from gradwire.groups.failure.monitor import Monitor
 from gradwire.groups.forked import finalize_here, leak_in_child
@@ -79,7 +71,7 @@ class C10dGroup(Group):
         self._order = threading.Lock()
         self._owned: list[Any] = []
         self._unfinished: list[Work] = []
-        self._watchdog.on_tick += [functools.partial(settle_finished, self.ledger), self._monitor.tick]
+        self._watchdog.on_tick += [functools.partial(CompletionPoller.settle_finished, self.ledger), self._monitor.tick]
         # Created after the base class's finalizer, so that at exit these threads end first.
         self._teardown = Teardown(self.ledger, self._lane, self._poller, self._messages, self._backends, self._owned)
         self._engine_finalizer = finalize_here(self, self._teardown, True)
@@ -142,7 +134,7 @@ class C10dGroup(Group):
             elif not engine.may_block and engine.takes(op) and self._lane.idle:
                 self._start(work, op, backend, engine)
             else:
-                ready = mark(op.device)
+                ready = SideStreams.mark(op.device)
                 self._lane.put(lambda: self._run_program(work, backend, engine, ready))
         return work
 
@@ -206,7 +198,7 @@ class C10dGroup(Group):
             next(program, None)
             work.watch_stream(self._poller)
             return
-        ready = mark(work.op.device)
+        ready = SideStreams.mark(work.op.device)
 
         def finish() -> None:
             left = work.deadline + ENGINE_MARGIN - time.perf_counter()

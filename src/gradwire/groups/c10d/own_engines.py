@@ -72,9 +72,6 @@ def _connect(rendezvous: Rendezvous, store: Any, known: list[Ways]) -> Any:
             "interface: GLOO_SOCKET_IFNAME=eth0 on every rank."
         )
 
-    def late() -> GroupError:
-        return failed(f"not finished after {rendezvous.timeout:.3g} s.")
-
     try:
         if address:
             options._devices = [ProcessGroupGloo.create_device(hostname=address)]
@@ -84,7 +81,10 @@ def _connect(rendezvous: Rendezvous, store: Any, known: list[Ways]) -> Any:
             options._devices = [ProcessGroupGloo.create_default_device()]
         call = BoundedCall(lambda: ProcessGroupGloo(cancelable, rank, size, options), name="gradwire-gloo-connect")
         try:
-            rendezvous.wait_until(lambda seconds: call.wait(seconds) and call.result() is not None, late)
+            rendezvous.wait_until(
+                lambda seconds: call.wait(seconds) and call.result() is not None,
+                lambda: failed(f"not finished after {rendezvous.timeout:.3g} s."),
+            )
             return call.result()
         except BaseException:
             call.abandon()

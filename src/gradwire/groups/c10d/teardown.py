@@ -109,7 +109,6 @@ class Teardown:
         destroy(self.owned, leak=leak)
 
     def _natives(self) -> list[Any]:
-        """The operations that the engines may be busy with."""
         pending = [work.native for work in list(self.ledger.pending.values()) if isinstance(work, C10dWork)]
         abandoned, messages = self.poller.take_abandoned(), self.messages.natives()
         return [native for native in (*pending, *abandoned, *messages) if native is not None]

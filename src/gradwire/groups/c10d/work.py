@@ -58,14 +58,10 @@ class SideStreams:
             yield
             side.synchronize()
 
-
-def mark(device: torch.device) -> torch.cuda.Event | None:
-    """An event recorded on the current stream of a CUDA device; None for other devices."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
+    @staticmethod
+    def mark(device: torch.device) -> torch.cuda.Event | None:
+        """An event recorded on the current stream of a CUDA device; None for other devices."""
+        return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def wait_slice(native: Any, limit: float = _SLICE) -> bool:
@@ -85,10 +81,6 @@ def wait_slice(native: Any, limit: float = _SLICE) -> bool:
     return True
 
 
-def _ignore(error: BaseException) -> None:
-    """The Work is already settled."""
-
-
 class C10dWork(Work):
     """A Work whose engine can be waited on: by the caller, or by the poller if no caller waits."""
 
@@ -98,7 +90,7 @@ class C10dWork(Work):
         self.native: Any = None
         """c10d's Work, while the engine is busy with this one."""
         self._event: torch.cuda.Event | None = None
-        self._on_error: Callable[[BaseException], None] = _ignore
+        self._on_error: Callable[[BaseException], None] | None = None
         self._poller: CompletionPoller | None = None
         self._polled = False
 
@@ -121,7 +113,7 @@ class C10dWork(Work):
         if native is not None and not native.is_completed() and self._poller is not None:
             self.left_in_engine = True
             self._poller.abandon(native)
-        self._on_error = _ignore  # it references the group and this Work: a cycle that would keep the tensors alive
+        self._on_error = None  # it references the group and this Work: a cycle that would keep the tensors alive
         return settled
 
     def _poll_if_needed(self) -> None:
@@ -159,7 +151,8 @@ class C10dWork(Work):
             if not is_kept(error):
                 raise
             self.native = None
-            self._on_error(error)
+            if (on_error := self._on_error) is not None:  # else it is already settled
+                on_error(error)
             return True
         self.native = None
         self.finish()
@@ -186,13 +179,6 @@ class C10dWork(Work):
         return future
 
 
-def settle_finished(ledger: Ledger) -> None:
-    """Settle the operations in flight whose engine is done."""
-    for work in list(ledger.pending.values()):
-        if isinstance(work, C10dWork):
-            work.look()
-
-
 class CompletionPoller:
     """The thread that settles Works no caller waits for. Started with the first; holds no reference to the group."""
 
@@ -208,6 +194,13 @@ class CompletionPoller:
     def put(self, work: C10dWork) -> None:
         """Make sure that `work` is settled when its engine is done. Called in submission order."""
         self._worker.put(lambda: self._settle(work))
+
+    @staticmethod
+    def settle_finished(ledger: Ledger) -> None:
+        """Settle the operations in flight whose engine is done."""
+        for work in list(ledger.pending.values()):
+            if isinstance(work, C10dWork):
+                work.look()
 
     def abandon(self, native: Any) -> None:
         """Keep a Work that is no longer waited for until the engine is done with it."""

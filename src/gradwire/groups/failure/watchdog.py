@@ -18,9 +18,11 @@ from gradwire.groups.ledger import Ledger
 class Watchdog:
     """Watches the ledgers of one or several ranks in one process."""
 
-    def __init__(self, name: str, *, interval: float = 0.1) -> None:
+    def __init__(self, name: str, *, interval: float = 0.1, owners: int = 1) -> None:
+        """It ends when the last of its `owners` stops it."""
         self.name = name
         self.interval = interval
+        self._owners = owners
         self.running = False
         self.on_tick: list[Callable[[], None]] = []
         self._ledgers: list[Ledger] = []
@@ -56,6 +58,10 @@ class Watchdog:
             check()
 
     def stop(self) -> None:
+        with self._lock:
+            self._owners -= 1
+            if self._owners > 0:
+                return
         self._stopping.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

@@ -88,10 +88,8 @@ class PrivateStore(Store):
             return False
 
     def close(self) -> None:
-        """Release the file; any other call raises from now on. Closing twice is a no-op.
-
-        Never waits: garbage collection may call it on a thread that is inside the store. The last one out closes the descriptor.
-        """
+        """Release the file; any other call raises from now on. Closing twice is a no-op. Never waits: garbage collection may call
+        it on a thread that is inside the store. The last one out closes the descriptor."""
         self._keep = None
         _OPEN.discard(self)
         self._closed = self._closed or "is closed: the group or launcher that it belongs to has ended"

@@ -177,12 +177,9 @@ class Rendezvous:
 
     def absent(self, missing: Sequence[int], joined: Sequence[int]) -> CollectiveTimeout:
         """The error for ranks that did not arrive in time."""
-        return CollectiveTimeout(
-            f"{self.who}: ranks {list(missing)} did not arrive within {self.timeout:.3g} s. Check that they have started, and "
-            "look at their output.",
-            joined=sorted(set(joined)),
-            missing=missing,
-        )
+        text = f"{self.who}: ranks {list(missing)} did not arrive within {self.timeout:.3g} s"
+        text += ". Check that they have started, and look at their output."
+        return CollectiveTimeout(text, joined=sorted(set(joined)), missing=missing)
 
     # -- watching: see Note [Meetings are watched] ---------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""Groups around groups: `GroupWrapper` passes operations through, `TrackedWrapper` settles them itself.
+"""Groups around groups: `GroupWrapper` passes operations through, and so do `Deadline`, `Latched` and `Recording`; `TrackedWrapper`
+settles them itself.
 
 A wrapper overrides `submit`, or `program`, and so covers all other verbs: they all call `submit`.
 """
@@ -7,14 +8,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Collective
+from gradwire.collectives import Collective, Signature
 from gradwire.collectives.lower import Program
-from gradwire.errors import CollectiveTimeout, UsageError
+from gradwire.collectives.timeouts import timeout_seconds
+from gradwire.errors import CollectiveTimeout, GroupAborted, UsageError
 from gradwire.groups.base import Group
+from gradwire.groups.completion import WorkInfo
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.work import Work
@@ -31,13 +35,8 @@ class GroupWrapper(Group):
 
     def __init__(self, inner: Group) -> None:
         self.inner = inner  # first: a subclass may have properties that use it
-        super().__init__(
-            inner.rank,
-            inner.size,
-            name=f"{type(self).__name__}({inner.name})",
-            timeout=inner.timeout,
-            wraps=inner if self.shares_ledger else None,
-        )
+        name, wraps = f"{type(self).__name__}({inner.name})", inner if self.shares_ledger else None
+        super().__init__(inner.rank, inner.size, name=name, timeout=inner.timeout, wraps=wraps)
         if not self.shares_ledger:
             self.ledger.identify(inner.ledger.events.child_id(type(self).__name__))
 
@@ -90,15 +89,94 @@ class GroupWrapper(Group):
         self.inner.close(timeout)
 
 
+class Deadline(GroupWrapper):
+    """Gives every operation at most `seconds`, then fails it with CollectiveTimeout, which names the missing ranks."""
+
+    def __init__(self, inner: Group, *, seconds: float) -> None:
+        super().__init__(inner)
+        self.seconds = timeout_seconds(f"Deadline around {inner}", seconds)
+        self.timeout = min(self.seconds, inner.timeout)
+
+    def submit(self, op: Collective) -> Work:
+        return self.inner.submit(op.within(self.seconds))
+
+    def rewrap(self, inner: Group) -> Group:
+        return Deadline(inner, seconds=self.seconds)
+
+
+class Latched(GroupWrapper):
+    """After one operation has failed, refuses every later one at once, with the first failure as the cause.
+
+    Ranks that are out of step would otherwise match operations that do not belong together, or hang.
+    """
+
+    def __init__(self, inner: Group) -> None:
+        super().__init__(inner)
+        self.first_failure: BaseException | None = None
+
+    def submit(self, op: Collective) -> Work:
+        if self.first_failure is not None:
+            why = f"an earlier operation failed with {type(self.first_failure).__name__}: {self.first_failure}"
+            text = f"{op} on rank {self.rank} of {self.name}: refused, because {why} Make a new group to continue."
+            raise GroupAborted(text, reason=str(self.first_failure)) from self.first_failure
+        work = self.inner.submit(op)
+        work.add_done_callback(self._note)
+        return work
+
+    def recover(self, timeout: float | None = None) -> None:
+        super().recover(timeout)
+        self.first_failure = None
+
+    def _note(self, work: Work) -> None:
+        if self.first_failure is None:
+            self.first_failure = work.exception()
+
+
+class Recording(GroupWrapper):
+    """Records what was submitted through it and how it ended: the last `limit` of each, oldest first.
+
+    >>> import torch
+    >>> from gradwire.groups import ThreadGroup
+    >>> (group,) = map(Recording, ThreadGroup.world(1))
+    >>> work = group.all_reduce(torch.zeros(3), label="loss")
+    >>> group.submitted
+    [Signature(kind=<OpKind.ALL_REDUCE: 'all_reduce'>, shapes=((3,),), dtypes=('float32',), reduce_op=..., label='loss')]
+    >>> group.finished[0].kind, group.finished[0].bytes
+    ('all_reduce', 12)
+    >>> group.close()
+    """
+
+    def __init__(self, inner: Group, *, limit: int = 10_000) -> None:
+        super().__init__(inner)
+        self._limit = limit
+        self._submitted: deque[Signature] = deque(maxlen=limit)
+        self._finished: deque[WorkInfo] = deque(maxlen=limit)
+
+    @property
+    def submitted(self) -> list[Signature]:
+        return list(self._submitted)
+
+    @property
+    def finished(self) -> list[WorkInfo]:
+        """Operations that have finished or failed, in completion order."""
+        return list(self._finished)
+
+    def submit(self, op: Collective) -> Work:
+        work = self.inner.submit(op)
+        self._submitted.append(op.signature)
+        work.add_done_callback(lambda done: self._finished.append(done.info))
+        return work
+
+    def rewrap(self, inner: Group) -> Group:
+        return Recording(inner, limit=self._limit)
+
+
 class TrackedWrapper(GroupWrapper):
     """A group around another with its own ledger: completion hooks and listeners see the caller's operations.
 
     Override `program` to turn one operation into several of the inner group. Programs run on a worker thread, in submission
-    order, so `submit` never blocks and the steps have the same order on all ranks. Sends and receives involve only two ranks;
-    they pass through.
-
-    Or override `submit` to settle operations yourself: begin a Work, submit something to the inner group, add it to `steps`,
-    and settle the Work.
+    order, so `submit` never blocks and the steps have the same order on all ranks. Sends and receives pass through. Or override
+    `submit` to settle operations yourself: begin a Work, submit something to the inner group, add it to `steps`, settle the Work.
     """
 
     shares_ledger = False

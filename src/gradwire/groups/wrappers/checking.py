@@ -79,18 +79,11 @@ class NanCheck(TrackedWrapper):
         yield op
         sums = op.kind in (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER, OpKind.REDUCE_SCATTER_TENSOR)
         if sums and not all(map(is_finite, op.outputs)):
-            raise NonFiniteGradient(
-                f"{op} of {self.name}: every rank's values were finite, but their {op.reduce_op and op.reduce_op.name} is not. "
-                "Scale down before the reduction, or reduce in a wider dtype.",
-                parameter=op.label or None,
-                origin=Origin.OVERFLOW,
-            )
+            text = f"{op} of {self.name}: every rank's values were finite, but the result is not"
+            text += ". Scale down before the reduction, or reduce in a wider dtype."
+            raise NonFiniteGradient(text, parameter=op.label or None, origin=Origin.OVERFLOW)
 
     def _error(self, op: Collective, rank: int, ranks: list[int] | None = None) -> NonFiniteGradient:
         who = f"ranks {ranks}" if ranks and len(ranks) > 1 else f"rank {rank}"
-        return NonFiniteGradient(
-            f"{op} of {self.name}: {who} contributed NaN or infinity. Check that rank's batch, loss and learning rate.",
-            rank=rank,
-            parameter=op.label or None,
-            origin=Origin.GRADIENT,
-        )
+        text = f"{op} of {self.name}: {who} contributed NaN or infinity. Check its batch, loss and learning rate."
+        return NonFiniteGradient(text, rank=rank, parameter=op.label or None, origin=Origin.GRADIENT)
