@@ -28,7 +28,7 @@ even whether it has joined: a timeout that would depend on it names no ranks.
 
 Note [An exchange that outlives its epoch]
 Ranks that recover together begin a new epoch, with new keys. A call to the store may be in progress on a thread at that moment.
-What it reads is about the old epoch and is written into the old `Epoch`, so it cannot hide a failure of the new one or invent one.
+What it reads is about the old epoch and is written into the old `Peers`, so it cannot hide a failure of the new one or invent one.
 """
 
 from __future__ import annotations
@@ -75,18 +75,26 @@ class MemberPage:
 
 @dataclass(slots=True)
 class Peers:
-    """The other ranks, by their pages as last read."""
+    """What is known of the other ranks since all last recovered together: see Note [An exchange that outlives its epoch]."""
 
+    prefix: str
     members: dict[int, MemberPage]
+    """Their pages as last read."""
     number: int = 0
     before: int = -1
     """Pages that ranks wrote when they had joined at most this many collectives may be about an earlier group."""
     here: str = field(default_factory=host_identity)
+    failure_record: tuple[int | None, str] | None = None
+    unreported: list[Any] | None = None
+    """The failure that this rank has found, until it is in the store."""
+    published: tuple[int, str] | None = None
+    seen: int = -1
+    """How often pages had changed when they were last read."""
 
-    def in_next_epoch(self) -> Peers:
+    def in_next_epoch(self, prefix: str) -> Peers:
         """The same processes, none of which has joined a collective yet."""
         members = {rank: MemberPage(m.host, m.pid, m.start, number=self.number) for rank, m in self.members.items()}
-        return Peers(members, self.number, here=self.here)
+        return Peers(prefix, members, self.number, here=self.here)
 
     def joined(self, place: int) -> tuple[int, ...] | None:
         """Those that have joined at least `place` collectives. None if that is unknown for any of them."""
@@ -118,27 +126,13 @@ class Peers:
         """Whether what a rank wrote is certainly about the current groups."""
         return number == self.number and joined > self.before
 
-
-@dataclass(slots=True)
-class Epoch:
-    """What is known since the ranks last recovered together: see Note [An exchange that outlives its epoch]."""
-
-    prefix: str
-    peers: Peers
-    failure_record: tuple[int | None, str] | None = None
-    unreported: list[Any] | None = None
-    """The failure that this rank has found, until it is in the store."""
-    published: tuple[int, str] | None = None
-    seen: int = -1
-    """How often pages had changed when they were last read."""
-
     def write(self, store: Any, rank: int, page: MemberPage) -> None:
         """Write this rank's page if it has changed, and a failure that is not reported yet."""
         if self.unreported is not None:
             self._put(store, "lost", self.unreported)
             self.unreported = None
         if self.published != (page.joined, page.left):
-            page.number = self.peers.number
+            page.number = self.number
             self._put(store, f"{rank}", asdict(page))
             self.published = (page.joined, page.left)
 
@@ -151,17 +145,17 @@ class Epoch:
         changes = store.add(f"{self.prefix}/changes", 0)
         if changes == self.seen:
             return
-        others = list(self.peers.members)
+        others = list(self.members)
         keys = [f"{self.prefix}/{r}" for r in others]
         if keys and not store.check(keys):  # some ranks have not made their group yet
             others = [r for r, key in zip(others, keys, strict=True) if store.check([key])]
             keys = [f"{self.prefix}/{r}" for r in others]
         pages = store.multi_get(keys) if keys and store.has_extended_api() else [store.get(key) for key in keys]
         for r, page in zip(others, pages, strict=True):
-            self.peers.members[r] = MemberPage(**json.loads(page))
+            self.members[r] = MemberPage(**json.loads(page))
         if self.failure_record is None and (lost := self._lost(store)) is not None:
             rank, reason, number, joined = lost
-            if self.peers.is_current(number, joined):
+            if self.is_current(number, joined):
                 self.failure_record = (rank, reason)
         self.seen = changes
 
@@ -172,11 +166,11 @@ class Epoch:
     def date_earlier_group(self, store: Any) -> None:
         """Treat everything that ranks wrote when they left or failed as about the earlier group, whatever their counts."""
         self.read(store)
-        earlier = [self.peers.before]
-        earlier += [m.joined for m in self.peers.members.values() if m.left and m.number == self.peers.number]
+        earlier = [self.before]
+        earlier += [m.joined for m in self.members.values() if m.left and m.number == self.number]
         if (lost := self._lost(store)) is not None:
             earlier.append(lost[3])
-        self.peers.before, self.failure_record = max(earlier), None
+        self.before, self.failure_record = max(earlier), None
 
 
 class Membership:
@@ -211,15 +205,13 @@ class Membership:
             number = rendezvous.store.add(f"{self._base}/{rank}/number", 1) if key else 0
             shared = rendezvous.shared_id(f"{self._base}/{number}/id")
             self.group_ids = (derived_id(shared, n) for n in itertools.count(1))
-            peers = Peers(unread, number)
+            self.peers = Peers(self._prefix(), unread, number)
         else:
             self.group_ids = resumes.group_ids
-            peers = Peers(unread, resumes.peers.number, before=self.joined)
-        self._epoch = self._new_epoch(peers)
-        if resumes is not None:
+            self.peers = Peers(self._prefix(), unread, resumes.peers.number, before=self.joined)
             # This rank may have called recover() in the earlier group without success.
             rendezvous.store.set(self._recovery_keys()[rank], "")
-            date = partial(self._epoch.date_earlier_group, connection)
+            date = partial(self.peers.date_earlier_group, connection)
             self._calls.run(date, within=_STORE_PATIENCE.total_seconds())
         self.publish()
 
@@ -240,11 +232,6 @@ class Membership:
             known.users.add(group)
             return known
 
-    @property
-    def peers(self) -> Peers:
-        """The other ranks, by their pages as last read."""
-        return self._epoch.peers
-
     def learn(self, processes: Mapping[int, MemberProcess]) -> None:
         """Take over what is known of ranks that have not written a page yet: one may die before it does."""
         for rank, member in self.peers.members.items():
@@ -255,10 +242,10 @@ class Membership:
     @property
     def failure_record(self) -> tuple[int | None, str] | None:
         """The rank that some rank has reported lost, or None for an aborted group, and why."""
-        return self._epoch.failure_record
+        return self.peers.failure_record
 
-    def _new_epoch(self, peers: Peers) -> Epoch:
-        return Epoch(f"{self._base}/{self._recoveries}", peers)
+    def _prefix(self) -> str:
+        return f"{self._base}/{self._recoveries}"
 
     def _recovery_keys(self) -> list[str]:
         """The keys that ranks set when they reach the next recovery; empty: not yet."""
@@ -267,7 +254,7 @@ class Membership:
     def start_over(self, in_flight: int, timeout: float) -> tuple[str, bool]:
         """Meet all ranks after a failure and begin a new epoch: (its prefix in the store, whether all had joined the same number of
         collectives and none was in flight). Raises TimeoutError naming the missing ranks."""
-        if self._epoch.unreported is not None:
+        if self.peers.unreported is not None:
             self.publish()  # the others may be waiting in an operation, and recover once they know of the failure
         store = bounded(self._connection, timeout, f"recovery on rank {self.rank} of {self.size}")
         keys = self._recovery_keys()
@@ -281,7 +268,7 @@ class Membership:
         states = [json.loads(value) for value in values]
         self._recoveries += 1
         self.joined = 0
-        self._epoch = self._new_epoch(self.peers.in_next_epoch())
+        self.peers = self.peers.in_next_epoch(self._prefix())
         self.publish()
         in_step = len({joined for joined, _ in states}) == 1 and not any(pending for _, pending in states)
         return f"{self._base}/recovered/{self.peers.number}/{self._recoveries}", in_step
@@ -308,7 +295,7 @@ class Membership:
                 self._calls.run(partial(self._write, read=True), within=0.0)
             return
         self._look_pause, self._next_look = _SHORTEST_PAUSE, 0.0
-        if self._epoch.unreported is None and self._epoch.published == (self.joined, self._left):
+        if self.peers.unreported is None and self.peers.published == (self.joined, self._left):
             return
         if self._counted != self.joined:
             self._counted, self._quiet_since = self.joined, now
@@ -326,10 +313,10 @@ class Membership:
 
     def record_failure(self, rank: int | None, reason: str) -> None:
         """Report to all ranks that `rank` is lost, or, if it is None, that the group is aborted."""
-        epoch = self._epoch
-        if epoch.failure_record is None:
-            epoch.failure_record = (rank, reason)
-            epoch.unreported = [rank, reason, epoch.peers.number, self.joined]
+        peers = self.peers
+        if peers.failure_record is None:
+            peers.failure_record = (rank, reason)
+            peers.unreported = [rank, reason, peers.number, self.joined]
             self._calls.run(self._write, within=_REPORTED_WITHIN)  # if the store is busy for longer, `tick` tries again
 
     def leave(self, how: str, group: object = None) -> None:
@@ -346,17 +333,17 @@ class Membership:
     # -- on the thread of a store call ---------------------------------------------------------------------------------
 
     def _write(self, *, read: bool = False) -> None:
-        store, epoch = self._connection, self._epoch
+        store, peers = self._connection, self.peers
         if store is not None:
-            here, pid = epoch.peers.here, os.getpid()
-            epoch.write(store, self.rank, MemberPage(here, pid, self._start, self.joined, self._left))
+            here, pid = peers.here, os.getpid()
+            peers.write(store, self.rank, MemberPage(here, pid, self._start, self.joined, self._left))
             if read:
-                epoch.read(store)
+                peers.read(store)
 
     def _read(self) -> None:
         store = self._connection
         if store is not None:
-            self._epoch.read(store)
+            self.peers.read(store)
 
     def have_joined(self, place: int) -> tuple[int, ...] | None:
         """The ranks that have joined at least `place` collectives, up to date if the store answers soon; None if unknown."""
