@@ -120,7 +120,6 @@ class Slices:
 
     @property
     def numel(self) -> int:
-        """Elements of all slices."""
         return sum(length for _, length in self.ranges)
 
     def take(self, flat: Tensor) -> Tensor:
@@ -141,7 +140,6 @@ class Slices:
             torch._foreach_copy_(views, list(row.view(-1).split([length for _, length in self.ranges])))
 
     def add(self, flat: Tensor, row: Tensor) -> None:
-        """Add `row` to the slices of `flat`."""
         views = self._views(flat)
         for view, piece in zip(views, row.view(-1).split([length for _, length in self.ranges]), strict=bool(views)):
             view.add_(piece)

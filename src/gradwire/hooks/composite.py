@@ -72,7 +72,6 @@ class Composite(CommHook):
 
     @property
     def structure(self) -> str:
-        """The class, and the structure of each part."""
         inside = "; ".join(part.structure for part in self.parts.values())
         return f"{type(self).__qualname__}({inside})" if self.parts else type(self).__qualname__
 
@@ -133,7 +132,6 @@ class Wrapped(CommHook):
         return inside if type(self).save is Wrapped.save else f"{type(self).__qualname__}({inside})"
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """What the inner hook owes, unless it saves state of its own."""
         return self.inner.owed(saved) if type(self).save is Wrapped.save else CommHook.owed(self, saved)
 
     def __repr__(self) -> str:

@@ -39,7 +39,6 @@ class Mean(CommHook):
 
 
 MEAN = Mean()
-"""The default of hooks that take another."""
 
 
 def mean() -> CommHook:
@@ -121,11 +120,9 @@ class Cast(Wrapped):
 
     @property
     def passes_nonfinite(self) -> bool:
-        """As the inner hook: a conversion keeps NaN and infinity."""
         return self.inner.passes_nonfinite
 
     def narrowest(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the cast, or one to which it is converted inside."""
         options = (dtype, self.inner.narrowest(self.dtype))
         return min(options, key=lambda one: torch.finfo(one).max) if dtype.is_floating_point else dtype
 

@@ -18,11 +18,8 @@ from gradwire.hooks import CommHook, cast, chain, dgc, diloco, error_feedback, m
 
 @dataclass(frozen=True, slots=True)
 class NamedHook:
-    """A hook with its settings."""
-
     name: str
     words: str
-    """A short description of the settings."""
     build: Callable[[], CommHook]
     every: int = 1
     """The number of steps after which all replicas are equal again."""
@@ -77,4 +74,3 @@ _ALL = (
     ),
 )
 NAMED_HOOKS: Mapping[str, NamedHook] = MappingProxyType({hook.name: hook for hook in _ALL})
-"""All of them by name."""

@@ -34,8 +34,6 @@ from gradwire.hooks.state import bundle, pick
 
 
 class RailSlice(NamedTuple):
-    """The part of a bucket that one rail carries."""
-
     spec: BucketSpec
     rows: Slices
 
@@ -137,7 +135,6 @@ class Hierarchical(Composite):
             state.saved = {}
 
     def _share(self, row: Tensor, out: Tensor, state: _Levels, ranks: int, label: str) -> Any:
-        """Distribute all slices to all ranks of the host."""
         if len(state.slices) == 1:
             if state.mine is not None and row.data_ptr() != out.data_ptr():
                 out.copy_(row.view_as(out))
@@ -192,7 +189,6 @@ class Hierarchical(Composite):
 
 
 def _among(scope: Scope, reduction: Reduction) -> Reduction:
-    """The reduction with its collectives restricted to `scope`."""
 
     def scoped(op: Collective) -> Collective:
         if not isinstance(op, Collective):

@@ -31,8 +31,6 @@ Rule = Callable[[str, tuple[int, ...], torch.dtype], bool]
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """Parameters whose name matches one of the patterns."""
-
     patterns: tuple[str, ...]
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
@@ -44,8 +42,6 @@ _REST = _Named(("*",))
 
 @dataclass(frozen=True, slots=True)
 class _Where:
-    """Parameters for which a function returns true."""
-
     mask: Mask
 
     def __str__(self) -> str:
@@ -57,8 +53,6 @@ class _Where:
 
 @dataclass(frozen=True, slots=True)
 class _Small:
-    """Parameters below a size."""
-
     numel: int | None
     nbytes: int | None
 
@@ -69,14 +63,10 @@ class _Small:
 
 @dataclass(slots=True)
 class _Part:
-    """The part of one bucket that one hook reduces."""
-
     rule: int
-    """The index of the rule that selected its parameters."""
     hook: CommHook
     spec: BucketSpec
     slices: Slices
-    """Where its parameters are in the bucket."""
     state: Any = None
 
 
@@ -86,7 +76,6 @@ class Partition(Composite):
 
     rules: tuple[tuple[Rule, CommHook], ...]
     text: str
-    """The call that made it."""
 
     def __post_init__(self) -> None:
         if len({hook.local for _, hook in self.rules}) > 1:

@@ -28,7 +28,6 @@ class _ByStep(Composite):
 
     @property
     def collectives(self) -> int | None:
-        """As many as the parts, where all have the same number."""
         counts = {part.collectives for part in self.parts.values()}
         return counts.pop() if len(counts) == 1 else None
 
@@ -54,7 +53,6 @@ class After(_ByStep):
         return {"before": self.before, "hook": self.hook}
 
     def at(self, step: int) -> tuple[str, int]:
-        """The earlier hook until `step`."""
         return ("before", step) if step < self.step else ("hook", step - self.step)
 
     def init(self, spec: BucketSpec) -> dict[str, Any]:
@@ -132,7 +130,6 @@ class Every(Composite):
         return Trait.of(self.hook) | Trait.REMEMBERS
 
     def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
-        """Add the gradient to the sum, or reduce it together with the sum."""
         self.refuse_sparse(grad, turn.spec)
         # More ranks may have run out of inputs by a later step, so each step's gradient is scaled for its own mean.
         share, kept = turn.share, state["kept"]
@@ -171,7 +168,6 @@ class Alternating(_ByStep):
         return {"hook": self.hook, "otherwise": self.otherwise}
 
     def at(self, step: int) -> tuple[str, int]:
-        """`hook` in every n-th step."""
         rounds = step // self.n
         return ("otherwise", step - rounds) if (step + 1) % self.n else ("hook", rounds)
 

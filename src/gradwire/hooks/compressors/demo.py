@@ -48,16 +48,13 @@ class Tiling:
 
     @property
     def across(self) -> tuple[int, int]:
-        """The number of tiles along rows and along columns."""
         return -(-self.rows // self.height), -(-self.columns // self.width)
 
     @property
     def tiles(self) -> int:
-        """The number of tiles."""
         return math.prod(self.across)
 
     def cut(self, matrix: Tensor) -> Tensor:
-        """The tiles of a matrix: [tiles, height, width]."""
         down, right = self.across
         missing = (0, right * self.width - self.columns, 0, down * self.height - self.rows)
         if any(missing):
@@ -69,14 +66,12 @@ class Tiling:
         )
 
     def join(self, tiles: Tensor) -> Tensor:
-        """The matrix with these tiles: the inverse of `cut`."""
         down, right = self.across
         matrix = tiles.view(down, right, self.height, self.width).transpose(1, 2)
         return matrix.reshape(down * self.height, right * self.width)[: self.rows, : self.columns]
 
 
 def _chunk(length: int, chunk: int) -> int:
-    """The size of almost equal chunks of at most `chunk`."""
     return -(-length // -(-length // chunk)) if length else 1
 
 
@@ -150,7 +145,6 @@ class DecoupledMomentum(SendsPairs):
         return (world_size - 1) * pairs * self.form(spec).nbytes
 
     def error(self, spec: BucketSpec) -> float:
-        """Rounding, accumulated by the transform of many elements."""
         return max(16 * torch.finfo(spec.dtype).eps, 64 * torch.finfo(wide(spec.dtype)).eps)
 
     def save(self, state: Tensor, spec: BucketSpec) -> dict[str, Any]:
@@ -161,7 +155,6 @@ class DecoupledMomentum(SendsPairs):
 
 
 def _fastest(matrix: Tensor, tiling: Tiling, form: Format) -> Pairs:
-    """The k largest frequencies of each tile, and their indices in it."""
     width, height = (cosines(length, matrix.dtype, matrix.device)[0] for length in (tiling.width, tiling.height))
     frequencies = turned(tiling.cut(matrix), width, height).reshape(tiling.tiles, tiling.height * tiling.width)
     indices = torch.topk(frequencies.abs(), tiling.k, sorted=False).indices

@@ -33,8 +33,6 @@ from gradwire.runtime.jit import kernels
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A parameter that is sent as two factors."""
-
     name: str
     offset: int
     rows: int
@@ -55,7 +53,6 @@ class _Plan:
 
     @property
     def sent(self) -> int:
-        """How many numbers are averaged."""
         return self.rest.numel + self.rank * sum(m.rows + m.cols for m in self.by_rows)
 
     def matrices(self, flat: Tensor) -> list[Tensor]:
@@ -114,7 +111,6 @@ class _Qs:
         each = (q for batch in self.batches for q in batch.unbind())
         by_name = {m.name: q for m, q in zip(plan.by_cols, each, strict=True)}
         self.each = [by_name[m.name] for m in plan.by_rows]
-        """In the order of P."""
         self.turned = [q.mT for q in self.each]
 
 
@@ -152,7 +148,6 @@ class PowerSGD(CommHook):
         return Trait.AVERAGES | Trait.CONTINUES if self.warm_start else Trait.AVERAGES
 
     def plan(self, spec: BucketSpec) -> _Plan:
-        """Which parameters are sent as factors."""
         return (_as_square if self.batched else _by_layer)(spec, self.rank, self.min_compression)
 
     def init(self, spec: BucketSpec) -> _Factors:
@@ -244,12 +239,10 @@ class PowerSGD(CommHook):
         return state
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything: each Q is an average over the ranks."""
         return dict(saved)
 
 
 def _warm_start(state: _Factors) -> None:
-    """Start the next step from this one's Q."""
     fast = kernels(FACTOR_KERNELS) if state.begins is not None else None
     if fast is not None:
         fast.keep_directions(state.new.flat, state.q.flat, state.begins)

@@ -55,8 +55,6 @@ def scale_for(magnitude: Tensor, exponent: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ScaledCast(Wrapped):
-    """The stage of `scaled_cast(torch.float16)`."""
-
     dtype: torch.dtype
 
     dense_only = True
@@ -79,7 +77,6 @@ class ScaledCast(Wrapped):
         return replace(spec, dtype=self.dtype, names=("parts",), shapes=(row,), strides=((1,),))
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Agree on a scale, convert, reduce, convert back."""
         self.refuse_sparse(grad, turn.spec)
         flat = real(grad).to(number_dtype(turn.spec.dtype))
         magnitude = largest_magnitude(flat.view(1, -1))
@@ -110,7 +107,6 @@ class Float8Mean(CommHook):
     error = float32_error
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Exchange slices, sum, gather the means."""
 
         def row(slices: Tensor) -> Tensor:
             return as_dtype(slices.reshape(-1)[: count(turn.spec)], turn.spec.dtype)
@@ -133,7 +129,6 @@ class Float8Mean(CommHook):
         return Reduced(value, row(sent))
 
     def _encode(self, rows: Tensor) -> Tensor:
-        """Each row as bytes: its scale, then its numbers."""
         magnitude = largest_magnitude(rows).unsqueeze(-1)
         # Conversion to float8 may turn infinity into the largest finite number. A scale of NaN makes the whole row NaN instead.
         scale = torch.where(magnitude.isfinite(), scale_for(magnitude, EXPONENTS[self.dtype]), torch.nan)

@@ -48,7 +48,6 @@ class Format:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of one pair."""
         return self.values.itemsize + self.indices.itemsize
 
     def pack(self, pairs: Pairs) -> Tensor:
@@ -73,7 +72,6 @@ class SendsPairs(CommHook):
     )
 
     def form(self, spec: BucketSpec) -> Format:
-        """How a bucket's elements are sent."""
         own = spec.dtype.to_real()
         form = Format(self.values if self.values is not None and self.values.itemsize < own.itemsize else own)
         if count(spec) > torch.iinfo(form.indices).max:
@@ -90,7 +88,6 @@ class SendsPairs(CommHook):
 
 
 def share_of(numel: int, *, ratio: float | None = None, k: int | None = None) -> int:
-    """How many of `numel` elements are chosen: at least one, at most all."""
     wanted = math.ceil(ratio * numel) if ratio is not None else (k or 0)
     return min(numel, max(1, wanted))
 
@@ -102,7 +99,6 @@ def exchange(chosen: Pairs, form: Format, turn: Turn) -> Reduction:
 
 
 def gather(chosen: Pairs, form: Format, turn: Turn) -> Any:
-    """The lists of all ranks, which have equal length."""
     packed = form.pack(chosen)
     gathered = packed.new_empty(turn.world_size * packed.numel())
     yield all_gather_into_tensor(gathered, packed, label=f"bucket {turn.spec.index}")
@@ -129,7 +125,6 @@ class _Selecting(SendsPairs):
         """The indices of the elements to send."""
 
     def chosen(self, grad: Tensor, turn: Turn) -> tuple[Pairs, Format]:
-        """The chosen elements as they are sent."""
         self.refuse_sparse(grad, turn.spec)
         flat, form = real(grad), self.form(turn.spec)
         indices = self.choose(flat)
@@ -283,7 +278,6 @@ class RandomK(Wrapped):
 
     @property
     def structure(self) -> str:
-        """Nothing is kept."""
         return ""
 
 

@@ -16,7 +16,6 @@ _SEGMENT = 1024
 
 
 def inverse_factors(gram: Tensor) -> Tensor:
-    """See `orthogonal.inverse_factors`."""
     count, rank, _ = gram.shape
     out = torch.empty_like(gram)
     with torch.cuda.device(gram.device):

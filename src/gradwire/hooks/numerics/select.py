@@ -18,7 +18,6 @@ from gradwire.runtime.jit import loop
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLE = 16384
-"""The least size of a sample."""
 _BLOCK = 32
 """Elements that the compiled loop tests together before it tests them one by one."""
 
@@ -96,7 +95,6 @@ def _magnitude(bits: Tensor) -> Tensor:
 
 
 def _estimate(bits: Tensor, k: int) -> int:
-    """An estimate of the bound that slightly more than `k` elements reach."""
     numel = bits.numel()
     step = max(1, min(numel // _SAMPLE, k // 64))
     sample = _magnitude(bits[::step].contiguous())
@@ -118,7 +116,6 @@ def _at_least(bits: Tensor, bound: int, *, limit: int) -> Tensor | None:
 
 
 def _exact(magnitude: Tensor, k: int) -> Tensor:
-    """Indices of the k largest values; ties go to the lower index."""
     if k == magnitude.numel():
         return torch.arange(k, device=magnitude.device)
     least = torch.topk(magnitude, k, sorted=False).values.min()

@@ -70,7 +70,6 @@ class OuterHook(CommHook):
         return value
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        """Nothing is sent for a gradient."""
         return 0.0
 
     @property

@@ -68,7 +68,6 @@ class DiLoCo(OuterHook):
     # -- an outer step -------------------------------------------------------------------------------------------------
 
     def begin(self, parameters: Tensor, state: _Anchored, turn: Turn) -> None:
-        """Set the anchor to the parameters, or to what was loaded."""
         anchor = parameters.to(wide(turn.spec.dtype), copy=True)
         for name, part in zip(turn.spec.names, anchor.split(turn.spec.numels), strict=True):
             if name in state.given:
@@ -78,7 +77,6 @@ class DiLoCo(OuterHook):
             state.momentum = torch.zeros_like(anchor)
 
     def after_step(self, parameters: Tensor, state: _Anchored, turn: Turn) -> Reduction:
-        """Average the ranks' progress since the anchor with the inner hook."""
         delta = state.anchor - parameters
         inside = replace(turn, spec=_inside(turn.spec), donated=True)
         start = partial(self.hook.reduce, delta, state.inner, inside)

@@ -32,7 +32,6 @@ LEAST = 2.0**-100
 
 
 def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
-    """See `codec.quantize`."""
     rows = message.shape[0]
     values = padded(x.to(torch.float32), rows * part.row).view(rows, part.blocks, part.block)
     magnitudes = values.abs()
@@ -57,7 +56,6 @@ def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
 
 
 def decode(message: Tensor, out: Tensor, part: Part, factor: float | None = None) -> None:
-    """See `codec.decode`."""
     if factor is None:
         out.copy_(_decode(message, part).view(-1)[: part.numel])
         return

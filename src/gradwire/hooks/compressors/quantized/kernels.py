@@ -25,7 +25,6 @@ WARPS = 4
 
 
 def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
-    """See `codec.quantize`."""
     tile = max(1, TILE_ELEMENTS // part.block)
     unit = float(1 << part.fraction)
     with torch.cuda.device(x.device):
@@ -38,7 +37,6 @@ def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
 
 
 def decode(message: Tensor, out: Tensor, part: Part, factor: float | None = None) -> None:
-    """See `codec.decode`."""
     rows, summed = (message.shape[0], 1) if factor is None else (1, message.shape[0])
     factor = 1.0 if factor is None else float32(factor)
     tile = max(1, TILE_ELEMENTS // part.block)
@@ -51,7 +49,6 @@ def decode(message: Tensor, out: Tensor, part: Part, factor: float | None = None
 
 
 def _words(part: Part) -> tuple[int, int, int]:
-    """Row stride and offsets of codes and scales, in words of 4 bytes."""
     return part.stride // 4, part.codes_at // 4, part.scales_at // 4
 
 

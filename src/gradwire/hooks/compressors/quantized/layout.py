@@ -31,7 +31,6 @@ class Part:
     numel: int
     """Elements without padding."""
     blocks: int
-    """Blocks per row."""
     stride: int
     """Bytes per row, over all parts."""
     codes_at: int
@@ -40,7 +39,6 @@ class Part:
 
     @property
     def row(self) -> int:
-        """Elements per row."""
         return self.blocks * self.block
 
     def owned_by(self, rank: int) -> Part:
@@ -49,12 +47,10 @@ class Part:
 
     @property
     def planes(self) -> int:
-        """Codes per byte."""
         return 8 // self.bits
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's codes."""
         return self.block * self.bits // 8
 
     @property
@@ -74,13 +70,10 @@ class Section:
 
     bits: int
     slices: Slices
-    """Where they are in the flat bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageLayout:
-    """The sections of a bucket, by bit width."""
-
     sections: tuple[Section, ...]
     block: int
 
@@ -96,12 +89,10 @@ class MessageLayout:
         return tuple(replace(part, stride=at) for part in found)
 
     def stride(self, ranks: int) -> int:
-        """Bytes per row of a message."""
         return next((part.stride for part in self.parts(ranks)), 0)
 
 
 def part_of(numel: int, bits: int, *, block: int = 256, rows: int = 1) -> Part:
-    """The only part of a message."""
     return MessageLayout((Section(bits, Slices(((0, numel),))),), block).parts(rows)[0]
 
 

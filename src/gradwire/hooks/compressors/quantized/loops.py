@@ -29,12 +29,10 @@ _8, _13, _16 = np.uint32(8), np.uint32(13), np.uint32(16)
 
 
 def available() -> bool:
-    """Whether numba is available."""
     return _quantize.compiled() is not None
 
 
 def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
-    """See `codec.quantize`."""
     run: Any = _quantize.compiled()
     flat = _array(x.to(torch.float32))
     codes, scales = _message(message)
@@ -45,7 +43,6 @@ def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
 
 
 def decode(message: Tensor, out: Tensor, part: Part, factor: float | None = None) -> None:
-    """See `codec.decode`."""
     run: Any = _decode.compiled()
     rows, summed = (message.shape[0], 1) if factor is None else (1, message.shape[0])
     wide = out if out.dtype == torch.float32 else torch.empty(part.numel, dtype=torch.float32)

@@ -20,23 +20,18 @@ from gradwire.hooks.numerics.elementwise import as_dtype, float32_error, real
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ScaleGroups:
-    """Which elements share a scale."""
-
     counts: tuple[int, ...]
     on_device: Tensor
-    """`counts` on the bucket's device."""
 
     @property
     def numel(self) -> int:
         return sum(self.counts)
 
     def scales(self, flat: Tensor) -> Tensor:
-        """The mean absolute value of each group of elements."""
         sums = [torch.linalg.vector_norm(piece, 1) for piece in flat.split(self.counts)]
         return torch.stack(sums).div_(self.on_device.clamp(min=1))
 
     def spread(self, scales: Tensor) -> Tensor:
-        """The scale of each element."""
         if len(self.counts) == 1:
             return scales.expand(self.numel)
         return torch.repeat_interleave(scales, self.on_device, output_size=self.numel)
@@ -167,7 +162,6 @@ def _signs(flat: Tensor, part: Part, rows: int, key: int) -> Tensor:
 
 
 def _meant(signs: Tensor, part: Part) -> Tensor:
-    """The signs as 1 or -1."""
     rows = signs if signs.dim() == 2 else signs.unsqueeze(0)
     out = torch.empty(part.numel, dtype=torch.float32, device=signs.device)
     if part.numel:
@@ -179,6 +173,5 @@ def _meant(signs: Tensor, part: Part) -> Tensor:
 
 
 def _apart(received: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-    """The signs and scales of each rank."""
     signs, scales = received.tensor_split([part.blocks * part.block_bytes], 1)
     return signs.contiguous(), scales.contiguous().view(torch.float32)
