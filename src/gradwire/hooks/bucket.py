@@ -74,17 +74,13 @@ class BucketSpec:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """A view of `buffer` for each parameter, in its shape and, if it is dense, its strides."""
-        flat = buffer.view(-1)
-        return [
-            _view(flat, offset, numel, shape, stride)
-            for offset, numel, shape, stride in zip(self.offsets, self.numels, self.shapes, self.strides, strict=True)
-        ]
-
-
-def _view(flat: Tensor, offset: int, numel: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    if is_dense(shape, stride):
-        return flat.as_strided(shape, stride, flat.storage_offset() + offset)
-    return flat.narrow(0, offset, numel).view(shape)
+        flat, found = buffer.view(-1), []
+        for offset, numel, shape, stride in zip(self.offsets, self.numels, self.shapes, self.strides, strict=True):
+            if is_dense(shape, stride):
+                found.append(flat.as_strided(shape, stride, flat.storage_offset() + offset))
+            else:
+                found.append(flat.narrow(0, offset, numel).view(shape))
+        return found
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

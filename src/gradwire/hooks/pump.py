@@ -70,33 +70,31 @@ def begin(
 
     def check(op: object) -> Collective:
         if not isinstance(op, Collective):
-            raise _broken(hook, turn, f"{method} yielded {_type(op)}, not a Collective such as all_reduce(t)")
+            raise _broken(hook, turn, f"{method} yielded {type(op).__name__}, not a Collective such as all_reduce(t)")
         return op
 
     try:
         reduction = start()
         if not isinstance(reduction, Generator):
-            raise _broken(hook, turn, f"{method} is not a generator but returned {_type(reduction)}; it must yield")
+            raise _broken(
+                hook, turn, f"{method} is not a generator but returned {type(reduction).__name__}; it must yield"
+            )
         result = yield from relay(reduction, check)
     except Exception as error:
         if not isinstance(error, (GroupError, HookError)):  # those name their origin themselves
             error.add_note(f"raised by {describe(repr(hook), turn.spec, turn.rank, turn.step)}")
         raise
     if not isinstance(result, Reduced):
-        raise _broken(hook, turn, f"{method} returned {_type(result)}, not Reduced(value, sent)")
+        raise _broken(hook, turn, f"{method} returned {type(result).__name__}, not Reduced(value, sent)")
     value: Any = result.value
     if not isinstance(value, Tensor):
-        raise _broken(hook, turn, f"{method} returned Reduced with a value of {_type(value)}, not a tensor")
+        raise _broken(hook, turn, f"{method} returned Reduced with a value of {type(value).__name__}, not a tensor")
     if value.numel() != numel or (dtype is not None and value.dtype != dtype):
         expected = f"{numel}" if dtype is None else f"{dtype} with {numel}"
         raise _broken(
             hook, turn, f"{method} returned {value.dtype} of {value.numel()} elements for a bucket of {expected}"
         )
     return result
-
-
-def _type(value: object) -> str:
-    return type(value).__name__
 
 
 def describe(hook: str, spec: BucketSpec, rank: int, step: int) -> str:

@@ -9,34 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradwire import hooks
 from gradwire.errors import HookError
 from gradwire.groups import Group
-from gradwire.hooks import (
-    BucketSpec,
-    CommHook,
-    Reduced,
-    Reduction,
-    Turn,
-    add_noise,
-    after,
-    by_size,
-    cast,
-    chain,
-    clip,
-    decoupled_momentum,
-    dgc,
-    diloco,
-    error_feedback,
-    every,
-    local_sgd,
-    mean,
-    partition,
-    power_sgd,
-    quantize,
-    random_k,
-    threshold,
-    top_k,
-)
+from gradwire.hooks import CommHook, after, chain, error_feedback, every, mean, partition, power_sgd, quantize, top_k
 from gradwire.hooks.base import Trait
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
@@ -47,7 +23,7 @@ NET = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 FED = chain(error_feedback(), top_k(ratio=0.1))
 
 
-def total_of(hooks: list[CommHook], steps: int = 5, **options: Any) -> list[tuple[Tensor, Tensor]]:
+def total_of(each: list[CommHook], steps: int = 5, **options: Any) -> list[tuple[Tensor, Tensor]]:
     """(delivered, mean of all gradients) by rank, over `steps` steps with each hook."""
 
     def rank_main(group: Group) -> tuple[Tensor, Tensor]:
@@ -56,7 +32,7 @@ def total_of(hooks: list[CommHook], steps: int = 5, **options: Any) -> list[tupl
         data = torch.Generator().manual_seed(group.rank)
         delivered = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
         brought = torch.zeros_like(delivered)
-        for hook in hooks:
+        for hook in each:
             ddp.set_hook(hook)
             for _ in range(steps):
                 inputs = torch.randn(4, 8, generator=data)
@@ -75,15 +51,15 @@ def total_of(hooks: list[CommHook], steps: int = 5, **options: Any) -> list[tupl
     "first",
     [
         FED,
-        chain(clip(value=1e9), error_feedback(), quantize(bits=2, block=32)),
-        chain(error_feedback(), random_k(ratio=0.2), mean()),
+        chain(hooks.clip(value=1e9), error_feedback(), quantize(bits=2, block=32)),
+        chain(error_feedback(), hooks.random_k(ratio=0.2), mean()),
         chain(error_feedback(), power_sgd(rank=1, min_compression=1)),
         every(3, mean()),
-        every(2, FED, otherwise=chain(error_feedback(), threshold(relative=0.5))),
-        dgc(0.1, momentum=0.0),
+        every(2, FED, otherwise=chain(error_feedback(), hooks.threshold(relative=0.5))),
+        hooks.dgc(0.1, momentum=0.0),
         after(2, FED),
         partition({"0.*": FED, "*": every(3, mean())}),
-        by_size(numel=20, large=FED, small=mean()),
+        hooks.by_size(numel=20, large=FED, small=mean()),
     ],
     ids=repr,
 )
@@ -95,8 +71,8 @@ def test_what_a_hook_owed_is_sent_with_the_next_gradients(first: CommHook) -> No
 @pytest.mark.parametrize("gradients", ["copies", "views"])
 def test_what_is_owed_stays_owed_under_other_settings(gradients: str) -> None:
     """The residual goes over to each next hook, and with the last one everything is delivered."""
-    hooks = [FED, chain(error_feedback(), top_k(ratio=0.01)), chain(error_feedback(), quantize(bits=2)), mean()]
-    for delivered, brought in total_of(hooks, gradient_as_bucket_view=gradients == "views"):
+    each = [FED, chain(error_feedback(), top_k(ratio=0.01)), chain(error_feedback(), quantize(bits=2)), mean()]
+    for delivered, brought in total_of(each, gradient_as_bucket_view=gradients == "views"):
         torch.testing.assert_close(delivered, brought, rtol=1e-4, atol=1e-4)
 
 
@@ -107,20 +83,20 @@ def states_of(hook: CommHook, *, step: int = 7) -> HookStates:
     return states
 
 
-SPEC = BucketSpec(0, ("a", "b"), ((2, 3), (4,)), ((3, 1), (1,)), torch.float32, torch.device("cpu"))
+SPEC = hooks.BucketSpec(0, ("a", "b"), ((2, 3), (4,)), ((3, 1), (1,)), torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
         (FED, chain(error_feedback(), top_k(ratio=0.9, values=torch.bfloat16))),
-        (FED, chain(clip(norm=2.0), error_feedback(), quantize(bits=4))),
-        (dgc(0.1), dgc(0.5, momentum=0.5, warmup_steps=100)),
-        (every(3, mean()), every(5, chain(cast(torch.bfloat16), mean()))),
+        (FED, chain(hooks.clip(norm=2.0), error_feedback(), quantize(bits=4))),
+        (hooks.dgc(0.1), hooks.dgc(0.5, momentum=0.5, warmup_steps=100)),
+        (every(3, mean()), every(5, chain(hooks.cast(torch.bfloat16), mean()))),
         (power_sgd(rank=1), power_sgd(rank=2)),
         (after(3, FED), after(3, chain(error_feedback(), quantize(bits=8)))),
-        (decoupled_momentum(decay=0.9), decoupled_momentum(decay=0.99)),
-        (diloco(every=4), diloco(every=8, outer_lr=0.5)),
+        (hooks.decoupled_momentum(decay=0.9), hooks.decoupled_momentum(decay=0.99)),
+        (hooks.diloco(every=4), hooks.diloco(every=8, outer_lr=0.5)),
         (partition({"a": mean(), "*": FED}), partition({"a": quantize(bits=8), "*": FED})),
         (mean(), quantize(bits=8)),
     ],
@@ -139,11 +115,11 @@ def test_hooks_of_one_structure_take_each_others_states(one: CommHook, other: Co
     ("one", "other"),
     [
         (FED, mean()),
-        (FED, dgc(0.1)),
+        (FED, hooks.dgc(0.1)),
         (after(3, FED), after(4, FED)),
         (partition({"a": mean(), "*": FED}), partition({"b": mean(), "*": FED})),
         (chain(error_feedback(), power_sgd(rank=2)), FED),
-        (mean(), local_sgd(every=2)),
+        (mean(), hooks.local_sgd(every=2)),
         (every(2, mean()), every(2, mean(), otherwise=quantize(bits=8))),
     ],
     ids=repr,
@@ -175,18 +151,18 @@ class Hoarder(CommHook):
 
     traits = Trait.REMEMBERS
 
-    def init(self, spec: BucketSpec) -> list[Tensor]:
+    def init(self, spec: hooks.BucketSpec) -> list[Tensor]:
         return []
 
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+    def reduce(self, grad: Tensor, state: Any, turn: hooks.Turn) -> hooks.Reduction:
         state.append(grad.clone())
-        return Reduced(torch.zeros_like(grad), torch.zeros_like(grad))
+        return hooks.Reduced(torch.zeros_like(grad), torch.zeros_like(grad))
         yield
 
-    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+    def save(self, state: Any, spec: hooks.BucketSpec) -> dict[str, Any]:
         return dict.fromkeys(spec.names, 1)
 
-    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
+    def load(self, saved: Mapping[str, Any], spec: hooks.BucketSpec) -> Any:
         return []
 
 
@@ -196,7 +172,7 @@ def test_a_hook_that_cannot_tell_what_it_owes_is_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         states_of(Hoarder()).transfer_to(Hoarder(), step=1)
-        states_of(chain(add_noise(std=1.0), quantize(bits=8))).transfer_to(mean(), step=1)
+        states_of(chain(hooks.add_noise(std=1.0), quantize(bits=8))).transfer_to(mean(), step=1)
 
 
 def test_the_warning_names_the_line_that_set_the_hook(group: Group) -> None:
@@ -215,7 +191,7 @@ def test_the_warning_names_the_line_that_set_the_hook(group: Group) -> None:
         ("error_feedback() > top_k(ratio=0.05, values=None)", chain(error_feedback(), top_k(ratio=0.01))),
         (
             "clip(norm=1.0, per_parameter=True) > error_feedback() > mean()",
-            chain(clip(norm=1.0), error_feedback(), mean()),
+            chain(hooks.clip(norm=1.0), error_feedback(), mean()),
         ),
     ],
 )
@@ -232,14 +208,14 @@ def test_states_of_the_format_before_load(hook: str, now: CommHook) -> None:
 def test_diloco_goes_on_under_other_settings() -> None:
     def rank_main(group: Group) -> tuple[int, Tensor, Tensor]:
         ddp = DDP(nn.Linear(8, 4), process_group=group)
-        ddp.set_hook(diloco(every=2, outer_momentum=0.9))
+        ddp.set_hook(hooks.diloco(every=2, outer_momentum=0.9))
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         ddp.attach_optimizer(optimizer)
         for _ in range(3):
             ddp(torch.full((2, 8), 1.0 + group.rank)).sum().backward()
             optimizer.step()
         before = ddp.hook_state_dict()
-        ddp.set_hook(diloco(every=4, outer_momentum=0.9))
+        ddp.set_hook(hooks.diloco(every=4, outer_momentum=0.9))
         later = ddp.hook_state_dict()
         return later["step"], before["state"]["weight"]["momentum"], later["state"]["weight"]["momentum"]
 

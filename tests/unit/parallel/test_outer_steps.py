@@ -10,26 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradwire import hooks
 from gradwire.collectives import Layout, ReduceOp, all_reduce
 from gradwire.errors import GroupAborted, HookError, UsageError, UsageTypeError
 from gradwire.groups import Group, HierarchicalGroup, Recording
-from gradwire.hooks import (
-    CommHook,
-    OuterHook,
-    Reduced,
-    Reduction,
-    Turn,
-    cast,
-    chain,
-    diloco,
-    error_feedback,
-    gossip,
-    hierarchical,
-    local_sgd,
-    mean,
-    post_local_sgd,
-    streaming_diloco,
-)
+from gradwire.hooks import cast, chain, diloco, error_feedback, gossip, local_sgd, mean, streaming_diloco
 from gradwire.interop import as_torch_hook
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
@@ -37,10 +22,10 @@ from gradwire.policies import ScaleCheck
 from gradwire.testing import run_ranks
 from helpers.outer_training import NET, flat, loss_on, train
 
-HOOKS: dict[str, CommHook] = {
+HOOKS: dict[str, hooks.CommHook] = {
     "mean": mean(),
     "local_sgd": local_sgd(every=4),
-    "post_local_sgd": post_local_sgd(start=5, every=4),
+    "post_local_sgd": hooks.post_local_sgd(start=5, every=4),
     "diloco": diloco(every=5),
     "diloco, compressed": diloco(every=5, hook=chain(error_feedback(), cast(torch.bfloat16), mean())),
     "streaming": streaming_diloco(every=4, fragments=2),
@@ -89,13 +74,13 @@ def test_what_is_equal_when(name: str) -> None:
 
 def test_local_sgd_in_every_step_is_averaging_gradients() -> None:
     def rank_main(group: Group) -> list[Tensor]:
-        hooks = [
+        chosen = [
             mean(),
             local_sgd(every=1),
             diloco(every=1, outer_lr=1.0, outer_momentum=0.0),
-            post_local_sgd(start=3, every=1),
+            hooks.post_local_sgd(start=3, every=1),
         ]
-        return [train(group, hook, 8)[1][-1] for hook in hooks]
+        return [train(group, hook, 8)[1][-1] for hook in chosen]
 
     for dense, *others in run_ranks(rank_main, 3):
         for other in others:
@@ -245,7 +230,7 @@ def test_outer_steps_know_of_hosts(delay: int) -> None:
         assert inside is not None
         assert across is not None
         log = Recording(across)
-        hook = hierarchical(across=chain(cast(torch.bfloat16), mean()))
+        hook = hooks.hierarchical(across=chain(cast(torch.bfloat16), mean()))
         with HierarchicalGroup(inside, log, rank=world.rank) as group:
             before: list[int] = []
             train(
@@ -388,7 +373,7 @@ def test_swapping_the_hook_averages_what_has_drifted_apart() -> None:
         assert torch.equal(p, q)
 
 
-class Fails(OuterHook):
+class Fails(hooks.OuterHook):
     """Rank 1's second outer step fails before it communicates; once."""
 
     def __init__(self) -> None:
@@ -397,12 +382,12 @@ class Fails(OuterHook):
     def due(self, step: int) -> tuple[int, ...]:
         return (0,)
 
-    def after_step(self, parameters: Tensor, state: Any, turn: Turn) -> Reduction:
+    def after_step(self, parameters: Tensor, state: Any, turn: hooks.Turn) -> hooks.Reduction:
         if turn.step == 1 and turn.rank == 1 and not self.failed:
             self.failed = True
             raise ValueError("the second one")
         yield all_reduce(parameters, op=ReduceOp.AVG)
-        return Reduced(parameters, parameters)
+        return hooks.Reduced(parameters, parameters)
 
     def __repr__(self) -> str:
         return "fails()"
@@ -456,7 +441,7 @@ def test_a_scale_check_leaves_local_gradients_alone() -> None:
     ids=repr,
 )
 @pytest.mark.parametrize("stop", [4, 5])
-def test_training_goes_on_from_a_saved_state_as_if_it_had_not_stopped(hook: CommHook, stop: int) -> None:
+def test_training_goes_on_from_a_saved_state_as_if_it_had_not_stopped(hook: hooks.CommHook, stop: int) -> None:
     """In the middle of a round, and while a fragment is on its way: each rank saves its parameters and its hook state."""
 
     def rank_main(group: Group) -> tuple[Tensor, Tensor]:
