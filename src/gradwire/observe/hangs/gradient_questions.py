@@ -113,6 +113,7 @@ def _read_answer(path: Path, since: int) -> list[Awaited] | None:
         answer = json.loads(path.read_text())
         if answer["time"] < since:
             return None
-        return [Awaited(**{**model, "missing": tuple(model["missing"])}) for model in answer["models"]]
+        found = [Awaited(*(model[name] for name in Awaited._fields)) for model in answer["models"]]
+        return [one._replace(missing=tuple(one.missing)) for one in found]
     except (OSError, KeyError, TypeError, ValueError):
         return None
