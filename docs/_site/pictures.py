@@ -32,7 +32,7 @@ from gradwire.observe.report.report_model import load_report
 from gradwire.observe.rings.intervals import operations
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.run_status import RunMonitor
-from gradwire.observe.trace.chrome_trace import TraceSlice, Track, tracks
+from gradwire.observe.trace import TraceSlice, Track, tracks
 from gradwire.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from gradwire.lab import hosts, why_not
 from gradwire.observe.rings.clocks import align
 from gradwire.observe.rings.intervals import operations
 from gradwire.observe.rings.ring import read_rings
-from gradwire.observe.trace.chrome_trace import trace_events
+from gradwire.observe.trace import trace_events
 from helpers.warm_python import on_host
 
 WHY_NOT = why_not()

@@ -11,8 +11,7 @@ from gradwire.cli.arguments import add_run, run_directory
 from gradwire.errors import UsageError
 from gradwire.observe.rings.clocks import align
 from gradwire.observe.rings.ring import load_rings
-from gradwire.observe.trace.chrome_trace import write_trace
-from gradwire.observe.trace.profiler_trace import ProfilerTraces
+from gradwire.observe.trace import ProfilerTraces, write_trace
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:

@@ -22,7 +22,7 @@ from typing import Any
 
 from gradwire.errors import UsageError
 from gradwire.observe.recording import attach
-from gradwire.observe.rings.ring_tail import RingFollower
+from gradwire.observe.rings.run_follower import RingFollower
 from gradwire.observe.stragglers.steps import MANY_LOST, Phase, StepFolder, StepTimes
 from gradwire.recorder import writer
 from gradwire.runtime.threads import Worker

@@ -11,7 +11,7 @@ from gradwire import observe
 from gradwire.errors import CollectiveTimeout, PeerLost
 from gradwire.observe.recording import _header
 from gradwire.observe.rings.ring import RingFile
-from gradwire.observe.rings.ring_tail import RingFollower
+from gradwire.observe.rings.run_follower import RingFollower
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import FlightRecorder

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from gradwire.observe.rings.rank_progress import RankProgress
-from gradwire.observe.rings.ring_tail import RingFollower
-from gradwire.observe.rings.run_follower import RunFollower
+from gradwire.observe.rings.run_follower import RingFollower, RunFollower
 from gradwire.recorder.format import RecordKind as K
 from gradwire.recorder.writer import FlightRecorder
 from gradwire.runtime.host import clock_identity

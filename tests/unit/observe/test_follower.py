@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradwire.observe.rings.ring_tail import RingFollower
+from gradwire.observe.rings.run_follower import RingFollower
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import FlightRecorder
 from helpers.recorder_put import put

@@ -13,7 +13,7 @@ from gradwire.observe.hangs.stacks import Frame
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.run_outcome import RunOutcome, save
 from gradwire.observe.run_warnings import fold_repeated
-from gradwire.observe.trace.chrome_trace import trace_events
+from gradwire.observe.trace import trace_events
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.source import EventSource

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gradwire.observe.trace.chrome_trace import trace_events, write_trace
+from gradwire.observe.trace import trace_events, write_trace
 from gradwire.recorder.format import RecordKind as K
 from helpers.made_rings import made_ring, step_records
 

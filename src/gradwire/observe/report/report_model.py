@@ -9,11 +9,10 @@ mean over a rank's complete steps without the slowest and the fastest 5 %, so th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradwire.errors import UsageError
 from gradwire.observe.hangs.hang_report import SavedHang, saved_hangs
@@ -34,8 +33,7 @@ _KEPT_RINGS = 8
 PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.EXPOSED, Phase.OPTIMIZER)
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
+class StepRow(NamedTuple):
     """One step over all ranks that have recorded it; seconds."""
 
     step: int
@@ -44,8 +42,7 @@ class StepRow:
     high: float
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineRow:
+class TimelineRow(NamedTuple):
     """What one rank did in one step. Times are in nanoseconds."""
 
     rank: int
@@ -56,8 +53,7 @@ class TimelineRow:
     """How many buckets and operations are not shown, because there are too many."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
+class Timeline(NamedTuple):
     """One step on some ranks."""
 
     title: str
@@ -73,8 +69,7 @@ class Timeline:
     """How many ranks have recorded the step."""
 
 
-@dataclass(frozen=True, slots=True)
-class FirstNonFinite:
+class FirstNonFinite(NamedTuple):
     """The first gradient of a run that was not finite."""
 
     step: int

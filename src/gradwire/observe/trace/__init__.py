@@ -1,1 +1,0 @@
-"""A run as a picture: tracks of all ranks in Chrome's JSON format."""
