@@ -1,9 +1,8 @@
 """Keeps torch.compile out of the methods that torch's C++ calls.
 
 Note [Frames that Dynamo must not see]
-Inside a compiled function Dynamo inspects every Python frame, including those called from C++, such as our methods when the DDP
-reducer broadcasts through them. `torch.compiler.disable` prevents that by a mark on the code object, but takes seconds to import.
-The mark can be set without it.
+Inside a compiled function Dynamo inspects every Python frame, including those called from C++. `torch.compiler.disable` prevents
+that by a mark on the code object, but takes seconds to import. The mark can be set without it.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ except ImportError:  # a torch with another mechanism: torch.compile around stoc
     set_eval_frame = lambda callback: None  # noqa: E731
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def untraced(cls: type[T]) -> type[T]:
@@ -36,14 +36,8 @@ def untraced(cls: type[T]) -> type[T]:
     return cls
 
 
-F = TypeVar("F", bound=Callable[..., object])
-
-
 def untraced_frame(fn: F) -> F:
-    """Function decorator: under torch.compile `fn` itself runs eagerly, and what it calls may be compiled, without a graph break.
-
-    Unless Dynamo inlines the call into a compiled caller.
-    """
+    """Function decorator: under torch.compile `fn` itself runs eagerly, unless it is inlined; what it calls may be compiled."""
     if _FrameExecStrategy is not None and isinstance(fn, FunctionType):
         set_code_exec_strategy(fn.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     return fn

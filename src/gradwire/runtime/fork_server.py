@@ -1,13 +1,12 @@
 """Processes that start with torch imported: a server imports modules once, and forks a process for each request.
 
-A child runs code, or a script, as `__main__`, with standard streams, environment, directory, signals, exit handlers and exit status
-of its own, which `multiprocessing`'s server does not offer. The server has one thread and exits when its owner does. A child leaves
-the loop and runs its code at the top level of the server's program, so that it ends as a program does. Without torch.
+A child runs code as `__main__` at the top level of the server's program, with streams, environment, directory, signals, exit
+handlers and exit status of its own, which `multiprocessing`'s server does not offer. The server has one thread and exits when its
+owner does. Without torch.
 """
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import contextlib
 import gc
@@ -105,13 +104,12 @@ class ForkServer:
         request = {"code": code, "path": path, "args": args, "env": {**os.environ, **(env or {})}, "cwd": os.getcwd()}
         with open(os.devnull) as nothing, theirs:
             ask(self.run(), request, [theirs.fileno(), *(fds or (nothing.fileno(), 1, 2))])
-        pid = ours.recv(100) if select.select([ours], [], [], START_LIMIT)[0] else b""
-        if not pid:
-            ours.close()
-            raise RuntimeError(
-                f"starting a process: the fork server did not answer within {START_LIMIT:.0f} s, or has died."
-            )
-        return ForkedProcess(int(pid), ours)
+        if select.select([ours], [], [], START_LIMIT)[0] and (pid := ours.recv(100)):
+            return ForkedProcess(int(pid), ours)
+        ours.close()
+        raise RuntimeError(
+            f"starting a process: the fork server did not answer within {START_LIMIT:.0f} s, or has died."
+        )
 
     def run(self) -> socket.socket:
         """The socket for requests of this process to the server, which is started if it does not run."""
@@ -173,12 +171,11 @@ def _serve(control: socket.socket, listener: socket.socket) -> dict[str, Any]:
     sources: list[Any] = [control, *([listener] if listener.getsockname() else [])]
     while True:
         ready, _, _ = select.select([*sources, *children], [], [])
-        for pidfd in ready:
-            if pidfd in children:
-                pid, status = children.pop(pidfd)
-                os.close(pidfd)
-                _send(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-                status.close()
+        for pidfd in children.keys() & set(ready):
+            pid, status = children.pop(pidfd)
+            os.close(pidfd)
+            _send(status, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            status.close()
         request, passed = None, list[int]()
         if control in ready:
             request, passed = _next_request(control)
@@ -233,10 +230,6 @@ def _import(modules: Sequence[str]) -> None:
     for name in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    if "tqdm" in sys.modules:  # its first progress bar starts a thread
-        sys.modules["tqdm"].tqdm.monitor_interval = 0
-    if "colorama.initialise" in sys.modules:  # numba imports it, and every fork would write its escape sequence at exit
-        atexit.unregister(sys.modules["colorama.initialise"].reset_all)
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         sys.exit(f"the fork server has {len(threads)} threads, so it cannot fork: a module that it imports starts them")

@@ -27,10 +27,7 @@ def host_identity() -> str:
 
 
 def clock_identity() -> str:
-    """Which monotonic clock this process reads: that of its host, or of its time namespace, which containers may have.
-
-    The same for two processes only if each can see the other by its pid.
-    """
+    """Which monotonic clock this process reads: that of its host, or of its time namespace, which containers may have."""
     try:
         return f"{host_identity()} {os.readlink('/proc/self/ns/time')}"
     except OSError:

@@ -1,11 +1,7 @@
 """Loops over numpy arrays, compiled by numba if it is installed (the extra `gradwire[jit]`); and whether Triton is available.
 
-A loop makes one pass over memory for several operations. Without numba the caller takes a slower path, which must give the same
-bits; tests run both.
-
-Note [What a compiled loop may assume]
-It is compiled at its first call for the types of its arguments, runs without the interpreter lock, on one thread, and without
-fast-math: sums keep their order, NaN stays NaN. The compiled code is cached on disk, or, where that is not writable, in memory.
+Without numba the caller takes a slower path, which must give the same bits. A loop is compiled at its first call for the types of
+its arguments, and runs without the interpreter lock, on one thread, and without fast-math: sums keep their order, NaN stays NaN.
 """
 
 from __future__ import annotations

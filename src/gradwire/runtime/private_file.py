@@ -2,10 +2,8 @@
 
 Note [A file behind a process]
 The file is a memfd. Others open it as `/proc/<pid>/fd/<number>` of the process that made it, which the kernel allows only to
-processes of the same user. Each then has its own descriptor: the file lives until the last of them has exited.
-
-The name travels through places that another user may write to. So it consists of numbers only, and the file is checked: a memfd of
-ours, with this inode, owned by this user, closed to others. A name cannot lead to any other file of this user.
+processes of the same user; it lives until the last of them has exited. The name travels through places that another user may write
+to. So it consists of numbers only, and the file is checked: a memfd of ours, with this inode, owned by this user, closed to others.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 No code parses a traceback or a message: what an error is about is in its attributes. Without torch.
 
 Note [Which failure is shown]
-When a rank fails the others usually fail after it, because their peer is lost or the group was aborted. So the earliest failure
-is shown. But a rank that raises aborts its group before it has printed its traceback and exited, and times are inexact. So among
-failures within `NEAR` seconds of the earliest, one that does not look like a consequence goes first.
+When a rank fails the others usually fail after it. So the earliest failure is shown; but a rank aborts its group before it exits,
+and times are inexact. So among failures within `NEAR` seconds of the earliest, one that looks like no consequence goes first.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from gradwire.runtime.private_file import read_private, write_private
 NEAR = 1.0
 """Seconds within which failures count as simultaneous."""
 T = TypeVar("T")
-SUFFIXES = MAIN, THREAD = ".error", ".thread-error"
+MAIN, THREAD = ".error", ".thread-error"
 """Of the files for the exception that ended a rank, and for the first one that ended another of its threads."""
 _LONGEST = 1 << 18
 _TORCHS = frozenset({"DistBackendError", "DistNetworkError"})
@@ -49,10 +48,8 @@ class RankError:
 
     rank: int
     name: str
-    """The class, without its module."""
     module: str
     text: str
-    """Its message."""
     traceback: str
     """As Python prints it, with causes and notes; the script's frames only."""
     time: float
@@ -109,14 +106,13 @@ class RankError:
             return None
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """An exception and those it was explicitly raised from."""
     seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__
 
 
 def name_ranks(ranks: Sequence[int], one: str = "", several: str = "") -> str:
@@ -173,9 +169,7 @@ def _is_starting(frames: TracebackType | None) -> bool:
 
 
 def root_cause(failures: Iterable[T], *, when: Callable[[T], float], consequence: Callable[[T], int]) -> T | None:
-    """The failure to show: of those near the earliest, the one with the lowest `consequence`, then the earliest. None if empty.
-
-    `consequence` is 0 for a failure of the rank itself; the higher, the more it looks like a consequence of another rank's.
+    """The failure to show: of those near the earliest, the one with the lowest `consequence` (see RankError), then the earliest.
 
     >>> failures = [(3.0, "PeerLost"), (3.2, "ValueError"), (9.0, "ValueError")]
     >>> root_cause(failures, when=lambda f: f[0], consequence=lambda f: int(f[1] == "PeerLost"))
@@ -183,8 +177,5 @@ def root_cause(failures: Iterable[T], *, when: Callable[[T], float], consequence
     """
     known = list(failures)
     limit = min(map(when, known), default=0.0) + NEAR
-    return min(
-        (failure for failure in known if when(failure) <= limit),
-        key=lambda failure: (consequence(failure), when(failure)),
-        default=None,
-    )
+    near = [failure for failure in known if when(failure) <= limit]
+    return min(near, key=lambda failure: (consequence(failure), when(failure)), default=None)

@@ -1,5 +1,4 @@
-"""`Worker`, a thread that runs jobs in order; `BoundedCall`, a call with a bounded wait; `weakly`, a callback that does not keep
-its object alive."""
+"""A thread that runs jobs in order, a call with a bounded wait, and a callback that does not keep its object alive."""
 
 from __future__ import annotations
 
@@ -21,11 +20,7 @@ R = TypeVar("R")
 
 
 class Worker:
-    """A thread that runs jobs in FIFO order, started by the first job. Only the jobs hold references to its owner.
-
-    For example, a collective that an engine lacks is a program of several collectives; all ranks must submit those in the same
-    order, so the programs of one group run one by one on its worker.
-    """
+    """A thread that runs jobs in FIFO order, started by the first job. Only the jobs hold references to its owner."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -90,9 +85,9 @@ class BoundedCall(Generic[R]):
     """One call on its own thread. A thread that does not return in time is abandoned: it cannot be stopped.
 
     Note [Threads in C++ at exit]
-    Before Python 3.14, a thread that returns from C++ while the interpreter shuts down is ended by unwinding its stack, which
-    makes C++ abort the program. So at exit, after all groups have ended, calls get a moment to return. Threads that are still in
-    one are suspended in a signal handler; they end with the process.
+    Before Python 3.14, a thread that returns from C++ while the interpreter shuts down is unwound, which makes C++ abort the
+    program. So at exit, after all groups have ended, calls get a moment to return; threads still in one are then suspended in a
+    signal handler.
     """
 
     def __init__(self, job: Callable[[], R], *, name: str) -> None:

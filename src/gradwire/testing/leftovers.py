@@ -4,9 +4,8 @@ A snapshot is taken before and compared after; only differences count. What is *
 
 - a `threading._DummyThread`: a thread that C++ started (autograd, gloo) and that once ran Python code;
 - the process and the pipe of `multiprocessing`'s resource tracker, which Python keeps;
-- names in /dev/shm that another user made, or that a process outside our process group holds: those of another run;
-- descriptors, if the process has started to use CUDA since the snapshot: those of the driver cannot be distinguished from others.
-  If it used CUDA before (it has counted the devices): /dev/nvidia* and, together with these, eventfds;
+- names in /dev/shm that another user made, or that a process outside our process group holds;
+- descriptors, if the process has started to use CUDA since the snapshot; /dev/nvidia* and, with these, eventfds, if it did before;
 - what a `Keeper` passed to `snapshot` owns: the warm pool's workers and their sockets.
 
 What torch opens once per process and never closes is opened early by `prime()`, and so is in every snapshot. Needs Linux's /proc.

@@ -90,7 +90,16 @@ def run_ranks(
     seconds = DEFAULT_TIMEOUT if timeout is None else timeout
     found = find_kind(kind, who=f"run_ranks({getattr(fn, '__qualname__', repr(fn))}, {n}, kind={kind!r})")
     request = Request(fn, n, found, seconds, frozenset(lost), wrap, leftovers or DEFAULT_LEFTOVERS)
-    _check(request)
+    timeout_seconds(str(request), seconds)
+    if n < 1:
+        raise UsageError(f"{request}: {n} ranks. A world has at least one.")
+    if not all(0 <= rank < n for rank in lost):
+        raise UsageError(f"{request}: lost={sorted(lost)}, but ranks count from 0 to {n - 1}.")
+    if lost and found.ranks is not Ranks.PROCESSES:
+        others = [kind.name for kind in registered_kinds() if kind.ranks is Ranks.PROCESSES and not kind.needs_gpu]
+        raise UsageError(
+            f"{request}: lost={sorted(lost)}, but a rank of this kind cannot die alone. Use {' or '.join(others)}."
+        )
     run = _run_threads if found.ranks is Ranks.THREADS else _run_processes
     return _verdict(run(request), request)
 
@@ -99,19 +108,6 @@ def kinds() -> tuple[str, ...]:
     """The kinds of group that `run_ranks` can run on any machine: those that need no GPU."""
     with_gpu = {kind.name for kind in registered_kinds() if kind.needs_gpu}
     return tuple(name for name in known_kinds() if name not in with_gpu)
-
-
-def _check(request: Request) -> None:
-    if request.n < 1:
-        raise UsageError(f"{request}: {request.n} ranks. A world has at least one.")
-    timeout_seconds(str(request), request.timeout)
-    if not all(0 <= rank < request.n for rank in request.lost):
-        raise UsageError(f"{request}: lost={sorted(request.lost)}, but ranks count from 0 to {request.n - 1}.")
-    if request.lost and request.kind.ranks is not Ranks.PROCESSES:
-        others = [kind.name for kind in registered_kinds() if kind.ranks is Ranks.PROCESSES and not kind.needs_gpu]
-        raise UsageError(
-            f"{request}: lost={sorted(request.lost)}, but a rank of this kind cannot die alone. Use {' or '.join(others)}."
-        )
 
 
 # -- what the outcomes mean ----------------------------------------------------------------------------------------------

@@ -147,12 +147,10 @@ def check_recover_again(group: Group) -> Problems:
     last = group.size - 1
 
     def abort() -> None:
-        if group.rank == 0:
-            group.abort("to recover from")
-        meet(side)
-        if group.rank > 0:
-            group.abort("to recover from")  # if it has not failed yet
-        meet(side)
+        for mine in (group.rank == 0, group.rank > 0):  # the others, if they have not failed yet
+            if mine:
+                group.abort("to recover from")
+            meet(side)
 
     abort()
     try:
@@ -241,7 +239,7 @@ def check_recv_any_alone(group: Group) -> Problems:
         if isinstance(error, CollectiveTimeout):
             named = build.recv(torch.zeros(1), src=1, tag=4, label="from rank 1").within(SOON)
             told = yield from raises(GroupError, "a receive from a rank that has closed", lambda: group.run(named))
-            late = "a receive from any rank waited for its deadline, though all others had closed; one from rank 1 does not"
+            late = "a receive from any rank ended at its deadline, though all others had closed; one from rank 1 sooner"
             yield from holds(not isinstance(told, PeerLost), f"{late}: {told}")
         yield from raises(GroupError, "a receive from any rank after all others have closed", lambda: group.run(later))
     else:

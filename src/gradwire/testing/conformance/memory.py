@@ -99,9 +99,7 @@ def check_large(group: Group) -> Problems:
     """Large tensors, in ordinary memory, in the group's own, and in the group's own on some ranks only."""
 
     def own(t: Tensor) -> Tensor:
-        mine = group.allocate(t.numel(), dtype=t.dtype, device=t.device).view(t.shape)
-        mine.copy_(t)
-        return mine
+        return group.allocate(t.numel(), dtype=t.dtype, device=t.device).view(t.shape).copy_(t)
 
     def mixed(t: Tensor) -> Tensor:
         return own(t) if group.rank % 2 else t
@@ -151,16 +149,11 @@ def check_gaps(group: Group) -> Problems:
 def check_leaves(group: Group) -> Problems:
     """Leaves that require grad can be written, and stay leaves."""
 
-    def leaf(t: Tensor) -> Tensor:
-        return t.requires_grad_()
-
-    yield from against_reference(group, _every_kind(group.size, (3,), leaf))
+    yield from against_reference(group, _every_kind(group.size, (3,), Tensor.requires_grad_))
     parameter = torch.nn.Parameter(draw((3,), torch.float32, 47, group.rank))
     group.all_reduce(parameter)
-    yield from holds(
-        parameter.is_leaf and parameter.requires_grad and parameter.grad_fn is None,
-        "all_reduce: a parameter is no longer a leaf that requires grad",
-    )
+    kept = parameter.is_leaf and parameter.requires_grad and parameter.grad_fn is None
+    yield from holds(kept, "all_reduce: a parameter is no longer a leaf that requires grad")
 
 
 def check_inference_tensors(group: Group) -> Problems:
@@ -174,11 +167,7 @@ def check_inference_tensors(group: Group) -> Problems:
         yield from against_reference(group, _every_kind(group.size, shape, made_there))
     plain = _every_kind(group.size, (5,))
     for dtype in (torch.bfloat16, torch.complex64, torch.bool):
-
-        def reduced(rank: int, dtype: torch.dtype = dtype) -> Collective:
-            return build.all_reduce(made_there(draw((7,), dtype, 49, rank)))
-
-        plain.append(Case("all_reduce", reduced))
+        plain.append(Case("all_reduce", lambda rank, d=dtype: build.all_reduce(made_there(draw((7,), d, 49, rank)))))  # type: ignore[misc]
     with torch.inference_mode():
         yield from against_reference(group, plain)
     yield from against_reference(group, plain)  # what the group keeps from evaluation must not break training
@@ -196,10 +185,8 @@ def check_allocate(group: Group) -> Problems:
     for dtype, numel in ((torch.float32, 1000), (torch.float32, 0), (torch.bfloat16, 17), (torch.int64, 3)):
         first, second = (group.allocate(numel, dtype=dtype, device=device) for _ in range(2))
         for t in (first, second):
-            yield from same("allocate: shape", tuple(t.shape), (numel,))
-            yield from same("allocate: dtype", t.dtype, dtype)
-            yield from same("allocate: device", t.device.type, device.type)
-            yield from holds(t.is_contiguous(), "allocate: the tensor is not contiguous")
+            facts = (tuple(t.shape), t.dtype, t.device.type, t.is_contiguous())
+            yield from same("shape, dtype, device and contiguity", facts, ((numel,), dtype, device.type, True))
         first.fill_(group.rank + 1)
         second.fill_(0)
         group.all_reduce(first)

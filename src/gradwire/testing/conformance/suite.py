@@ -118,21 +118,17 @@ class ConformanceError(GradwireError, AssertionError):
     def __init__(self, failures: Sequence[Failure], unreached: Sequence[str] = ()) -> None:
         self.failures = tuple(failures)
         self.unreached = tuple(unreached)
-        super().__init__(self._describe())
-
-    def _describe(self) -> str:
         by_check: dict[str, list[Failure]] = {}
-        for failure in self.failures:
+        for failure in failures:
             by_check.setdefault(failure.check, []).append(failure)
         lines = [f"the group fails {len(by_check)} of the conformance checks:"]
-        for check, failures in by_check.items():
-            lines += [f"  {failure}" for failure in failures[: self.SHOWN]]
-            if len(failures) > self.SHOWN:
-                lines.append(f"  {check}: and {len(failures) - self.SHOWN} more")
-        if self.unreached:
-            lines.append(f"  not reached, because the world was broken before: {', '.join(self.unreached)}")
-        lines.append("Run one check alone with only=[name]; `failures` holds all of them.")
-        return "\n".join(lines)
+        for check, found in by_check.items():
+            lines += [f"  {failure}" for failure in found[: self.SHOWN]]
+            if len(found) > self.SHOWN:
+                lines.append(f"  {check}: and {len(found) - self.SHOWN} more")
+        if unreached:
+            lines.append(f"  not reached, because the world was broken before: {', '.join(unreached)}")
+        super().__init__("\n".join([*lines, "Run one check alone with only=[name]; `failures` holds all of them."]))
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------------

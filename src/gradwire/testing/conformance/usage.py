@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradwire.collectives import ReduceOp, Scope, build
 from gradwire.collectives.op_kinds import MOVES, REDUCES
@@ -81,16 +80,6 @@ def check_wrong_timeouts(group: Group) -> Problems:
     yield from only_mistakes(group, {})
 
 
-def _unmovable() -> dict[str, Callable[[], Tensor]]:
-    """Tensors that no collective accepts: dtypes that torch cannot copy, and tensors without data."""
-    everything = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    everything = {dtype for dtype in everything if not str(dtype).startswith("torch.q")}  # creating one is deprecated
-    return {
-        **{str(d): partial(torch.empty, 4, dtype=d, device="cpu") for d in sorted(everything - MOVES, key=str)},
-        "a meta tensor": partial(torch.empty, 4, device="meta"),
-    }
-
-
 def check_refused_dtypes(group: Group) -> Problems:
     """A dtype or device that cannot be communicated, or not with this reduction, is a UsageError on the rank that passes it."""
     size = group.size
@@ -99,8 +88,12 @@ def check_refused_dtypes(group: Group) -> Problems:
         factor = 2.0 if op is ReduceOp.PREMUL_SUM else None
         group.submit(build.all_reduce(torch.zeros(64, dtype=torch.uint8).view(dtype), op=op, factor=factor))
 
+    # What no collective accepts: dtypes that torch cannot copy (to create a quantized tensor is deprecated), and no data.
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)} - MOVES
+    named = {str(d): partial(torch.empty, 4, dtype=d, device="cpu") for d in sorted(dtypes, key=str)}
+    named = {name: make for name, make in named.items() if not name.startswith("torch.q")}
     mistakes: dict[str, Callable[[], object]] = {}
-    for name, make in _unmovable().items():
+    for name, make in [*named.items(), ("a meta tensor", partial(torch.empty, 4, device="meta"))]:
         places = [make() for _ in range(size)]
         mistakes[f"all_reduce of {name}"] = partial(group.all_reduce, make())
         mistakes[f"broadcast of {name}"] = partial(group.broadcast, make(), src=0)

@@ -103,10 +103,11 @@ def check_work_tells(group: Group) -> Problems:
         yield from holds(len(work.result()) == 1 and work.result()[0] is t, "result() is not the list of outputs")
         yield from holds("finished" in repr(work), f"repr of a finished operation is {work!r}")
         info = work.info
-        facts = (info.op, info.kind, info.label, info.rank, info.seq, info.bytes, info.error, info.duration)
-        want = (op.signature, "all_reduce", "tell", group.rank, work.seq, op.nbytes, None, work.duration)
-        yield from same("op, kind, label, rank, seq, bytes, error and duration of the info", facts, want)
-        yield from holds(info.finished >= info.started, f"it finished before it started: {info}")
+        facts = (info.op, info.kind, info.label, info.rank, info.group, info.seq, info.bytes, info.error, info.duration)
+        name, took = group.ledger.name, info.finished - info.started
+        want = (op.signature, "all_reduce", "tell", group.rank, name, work.seq, op.nbytes, None, work.duration)
+        yield from same("op, kind, label, rank, group, seq, bytes, error and duration of the info", facts, want)
+        yield from holds(0 <= info.duration == took, f"duration does not add up: {info}")
     first, second = group.barrier(), group.barrier()
     yield from holds(first.seq < second.seq, f"operation #{second.seq} followed operation #{first.seq}")
 

@@ -1,4 +1,10 @@
-"""`RankPool`: starts workers, reuses them, serializes calls, and ends them."""
+"""`RankPool`: starts workers, reuses them, runs one call after another on them, and ends them.
+
+Note [The two ends of a job]
+A worker answers with a result or an error, and closes its group after a message that all ranks have answered (a rank that failed
+closes at once). So a rank that returns early does not look like one that left. Errors of closing, and leftovers, are sent in a
+second answer, `Ended`.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +12,39 @@ import functools
 import itertools
 import os
 import select
+import selectors
+import socket
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
-from gradwire.errors import ClosedError, GroupError, UsageTypeError
+from gradwire.errors import ClosedError, GroupError, InternalError, UsageTypeError
 from gradwire.groups.store.private_store import PrivateStore
 from gradwire.runtime.fork_server import ForkServer
-from gradwire.testing.pool.pool_run import PoolRun
 from gradwire.testing.pool.process import WARM, LocalWorker, Spawn, WorkerHandle, default_server, ending
 from gradwire.testing.pool.protocol import (
     ABORT_GRACE,
+    CLOSE_LIMIT,
+    LEFTOVER_GRACE,
+    MESSAGE_LIMIT,
     START_LIMIT,
-    TURN_LIMIT,
+    Answer,
+    Ended,
+    Fate,
+    Finish,
     JobContext,
     LeftBehind,
+    ProgressReport,
     RankJob,
     RankResult,
     receive,
+    send,
     ship,
+    unpack,
 )
 
 
@@ -72,7 +88,9 @@ class RankPool:
 
         Each report of a rank goes to `on_report` and extends the timeout. Raises only for problems of the pool itself.
         """
-        with self._turn():
+        with self._turns:
+            if not self._finalizer.alive:
+                raise ClosedError(f"{self}: the pool is closed. Make a new one.")
             self._staff(n)
             name = f"{name}-{next(self._numbers)}"
             try:
@@ -86,7 +104,7 @@ class RankPool:
             try:
                 path = os.path.abspath(sys.path[0])  # the directory of the script, or of the notebook
                 jobs = [RankJob(rank, n, name, timeout, blob, path) for rank in range(n)]
-                return PoolRun(workers, lost, timeout, leftovers, on_report).finish(jobs)
+                return _Call(workers, lost, timeout, leftovers, on_report).finish(jobs)
             except BaseException:  # Ctrl-C, a test's own timeout: the state of the workers is unknown
                 for worker in workers:
                     worker.spoilt = True
@@ -95,17 +113,6 @@ class RankPool:
                 self._discharge([worker for worker in workers if worker.spoilt or worker.wait(0) is not None])
                 for store in self._stores:
                     store.delete([key for key in store.list_keys() if key.startswith(f"{name}/")])
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        if not self._turns.acquire(timeout=TURN_LIMIT):
-            raise GroupError(f"{self}: waited {TURN_LIMIT:.0f} s for the calls of other threads on this pool to end.")
-        try:
-            if not self._finalizer.alive:
-                raise ClosedError(f"{self}: the pool is closed. Make a new one.")
-            yield
-        finally:
-            self._turns.release()
 
     # -- starting and ending workers -----------------------------------------------------------------------------------
 
@@ -148,7 +155,7 @@ class RankPool:
 
     def close(self) -> None:
         """End all workers and wait for them. Closing twice is a no-op."""
-        with suppress(ClosedError), self._turn():
+        with self._turns:
             self._finalizer()
 
     def __enter__(self) -> RankPool:
@@ -212,3 +219,135 @@ def _dismiss(workers: list[WorkerHandle], stores: list[PrivateStore], server: Fo
 def default_pool() -> RankPool:
     """The pool that `run_ranks` uses. It costs nothing until something is run on it."""
     return RankPool(server=default_server())
+
+
+# -- one call --------------------------------------------------------------------------------------------------------------
+
+
+class _Call:
+    """Sends jobs to the workers, receives their answers, stops the others when one fails. Each report extends the deadline."""
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerHandle],
+        lost: Collection[int],
+        timeout: float,
+        leftovers: LeftBehind,
+        on_report: Callable[[Any], object],
+    ) -> None:
+        self._leftovers = leftovers
+        self._on_report = on_report
+        self._workers = workers
+        self._lost = lost
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._outcomes: dict[int, RankResult] = {}
+        self._ended: set[int] = set()
+        self._failing = False
+
+    def finish(self, jobs: Sequence[RankJob]) -> list[RankResult]:
+        """Send the jobs and return each rank's outcome, when all have ended."""
+        with selectors.DefaultSelector() as self._selector:
+            for rank, worker in enumerate(self._workers):
+                self._selector.register(worker.control, selectors.EVENT_READ, (self._receive, rank))
+                self._selector.register(worker.alive, selectors.EVENT_READ, (self._process_ended, rank))
+                self._send(rank, jobs[rank])
+            self._handle_until(self._outcomes, "")
+            self._deadline = time.monotonic() + CLOSE_LIMIT
+            for rank in range(len(self._workers)):
+                self._send(rank, Finish())
+            what = f"(it had not closed its group {CLOSE_LIMIT:.0f} s after all ranks had answered)\n"
+            self._handle_until(self._ended, what)
+        return [self._outcomes[rank] for rank in range(len(self._workers))]
+
+    def _handle_until(self, done: Collection[int], what: str) -> None:
+        """Handle messages until every rank is in `done`. At the deadline get the stacks of those that are not, and end them."""
+        while len(done) < len(self._workers):
+            remaining = self._deadline - time.monotonic()
+            ready = self._selector.select(max(0.0, remaining))
+            for key, _ in ready:
+                handle, rank = key.data
+                handle(rank)
+            if not ready and remaining <= 0:
+                break
+        late = [rank for rank in range(len(self._workers)) if rank not in done]
+        for rank in late:
+            self._workers[rank].ask_stack()
+        stacks = [self._workers[rank].stack(limit=2.0) for rank in late]
+        for rank, stack in zip(late, stacks, strict=True):
+            worker = self._workers[rank]
+            self._forget(worker.control, worker.alive)
+            worker.kill()
+            self._end(rank, Fate.STUCK, what + stack)
+
+    def _send(self, rank: int, message: object) -> None:
+        if rank not in self._ended:
+            with suppress(OSError):  # a worker that is gone is reported by its process descriptor
+                send(self._workers[rank].control, message)
+
+    def _receive(self, rank: int) -> None:
+        worker = self._workers[rank]
+        try:
+            message = receive(worker.control)
+        except (EOFError, OSError):
+            self._forget(worker.control)
+            return
+        if isinstance(message, Answer):
+            self._note(unpack(rank, message))
+        elif isinstance(message, ProgressReport):
+            if not self._failing:
+                self._deadline = time.monotonic() + self._timeout
+            self._on_report(message.progress)
+        elif isinstance(message, Ended):
+            self._ended.add(rank)
+            worker.spoilt = bool(message.left)
+            self._review(rank, message)
+
+    def _review(self, rank: int, ended: Ended) -> None:
+        """Errors of closing, and leftovers, are failures too: notes of the function's own error, if there is one."""
+        outcome = self._outcomes[rank]
+        later = [] if ended.error is None else [unpack(rank, ended.error)]
+        if ended.left and self._leftovers is LeftBehind.RAISE:
+            problem = InternalError(
+                f"rank {rank} left behind, {LEFTOVER_GRACE:.0f} s after its group was closed: {'; '.join(ended.left)}. "
+                "End and close what the rank's function, or the group under test, has started and opened.",
+                story=ended.left,
+            )
+            later.append(RankResult(rank, Fate.RAISED, time.monotonic(), error=problem))
+        for failure in later:
+            if outcome.error is None:
+                outcome = failure
+            else:
+                outcome.error.add_note(f"and then: {type(failure.error).__name__}: {failure.error}")
+        self._note(outcome)
+
+    def _process_ended(self, rank: int) -> None:
+        worker = self._workers[rank]
+        while worker.control in self._selector.get_map() and select.select([worker.control], [], [], 0)[0]:
+            self._receive(rank)  # what it sent before it died
+        self._forget(worker.control, worker.alive)
+        if rank not in self._ended:
+            self._end(rank, Fate.DIED, f"its process {worker.pid} {ending(worker.wait(MESSAGE_LIMIT))}")
+
+    def _forget(self, *sources: socket.socket | int) -> None:
+        for source in sources:
+            with suppress(KeyError):
+                self._selector.unregister(source)
+
+    def _end(self, rank: int, fate: Fate, detail: str) -> None:
+        """The process of a rank has ended without a message. What it raised before counts more."""
+        self._ended.add(rank)
+        known = self._outcomes.get(rank)
+        if known is None or known.fate is Fate.RETURNED:
+            self._note(RankResult(rank, fate, time.monotonic(), detail=detail))
+
+    def _note(self, outcome: RankResult) -> None:
+        self._outcomes[outcome.rank] = outcome
+        if self._failing or not outcome.failed(self._lost):
+            return
+        self._failing = True
+        self._deadline = min(self._deadline, time.monotonic() + ABORT_GRACE)
+        why = outcome.error or outcome.detail or outcome.fate.value
+        for rank in range(len(self._workers)):
+            if rank != outcome.rank:
+                self._send(rank, Finish(f"rank {outcome.rank} failed: {why}"))
