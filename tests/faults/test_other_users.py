@@ -32,8 +32,8 @@ from gradwire.observe.rings.run_outcome import RunOutcome, load, save
 from gradwire.runtime.host import ProcessState
 from gradwire.testing import run_ranks
 from gradwire.testing.mpi import MPILaunch, MPIPool, accept, connect, listen, missing
-from gradwire.testing.pool import GroupJob
 from gradwire.testing.pool.process import Spawn
+from gradwire.testing.pool.protocol import GroupJob
 from helpers.warm_python import GRADWIRE_RUN, WarmPython
 
 NOBODY = 65534

@@ -225,9 +225,12 @@ def _become(request: Mapping[str, Any], fds: Sequence[int]) -> None:
     gc.enable()
 
 
-def _import(modules: Sequence[str]) -> None:
+def serve() -> tuple[types.CodeType, dict[str, Any]]:
+    """The main function of the server. Returns in its children only: the code to execute, and the globals of `__main__`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal
+    sys.path += filter(None, sys.argv[3].split(os.pathsep))
     gc.disable()  # nothing of what is imported is garbage
-    for name in modules:
+    for name in sys.argv[4:]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
@@ -235,13 +238,6 @@ def _import(modules: Sequence[str]) -> None:
         sys.exit(f"the fork server has {len(threads)} threads, so it cannot fork: a module that it imports starts them")
     gc.collect()
     gc.freeze()
-
-
-def serve() -> tuple[types.CodeType, dict[str, Any]]:
-    """The main function of the server. Returns in its children only: the code to execute, and the globals of `__main__`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal
-    sys.path += filter(None, sys.argv[3].split(os.pathsep))
-    _import(sys.argv[4:])
     request = _serve(*(socket.socket(fileno=int(fd)) for fd in sys.argv[1:3]))
     path = request["path"]
     sys.argv[:] = ["-c" if path == "<string>" else path, *request["args"]]

@@ -3,7 +3,8 @@
 from gradwire.testing.conformance import ConformanceError, check_group, check_names
 from gradwire.testing.laws import check_hook
 from gradwire.testing.leftovers import Leftovers
-from gradwire.testing.pool import LeftBehind, RankPool, default_pool
+from gradwire.testing.pool.pool import RankPool, default_pool
+from gradwire.testing.pool.protocol import LeftBehind
 from gradwire.testing.ranks import kinds, run_ranks
 from gradwire.testing.simulate import Exchange, OuterSimulation, Simulation, simulate, simulate_outer
 

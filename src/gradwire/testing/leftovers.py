@@ -214,6 +214,7 @@ class TorchModules:
 
     def __init__(self) -> None:
         self._before: dict[str, dict[str, object]] = {}
+        self.replaced()
 
     def replaced(self) -> list[str]:
         """One line for each attribute that is now another object than in the call before."""

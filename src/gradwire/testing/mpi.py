@@ -31,9 +31,18 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from gradwire.errors import GroupError, UsageError
-from gradwire.testing.pool import JobContext, RankPool, RankResult, worker
+from gradwire.testing.pool import worker
+from gradwire.testing.pool.pool import RankPool
 from gradwire.testing.pool.process import QUICK_START, Spawn, WorkerHandle, ending
-from gradwire.testing.pool.protocol import ABORT_GRACE, MESSAGE_LIMIT, START_LIMIT, receive, send
+from gradwire.testing.pool.protocol import (
+    ABORT_GRACE,
+    MESSAGE_LIMIT,
+    START_LIMIT,
+    JobContext,
+    RankResult,
+    receive,
+    send,
+)
 
 FRESH = "from gradwire.testing.mpi import work"
 """The program of a rank for a single job."""

@@ -24,15 +24,14 @@ from gradwire.errors import CollectiveTimeout, PeerLost, UsageError
 from gradwire.groups import Group, HierarchicalGroup
 from gradwire.groups.kinds import GroupKind, Ranks, check_built, find_kind, known_kinds, registered_kinds
 from gradwire.testing.mpi import MPIWorlds, default_worlds
-from gradwire.testing.pool import (
+from gradwire.testing.pool.pool import RankPool, default_pool
+from gradwire.testing.pool.protocol import (
     ABORT_GRACE,
     GROUP_MARGIN,
     Fate,
     GroupJob,
     LeftBehind,
-    RankPool,
     RankResult,
-    default_pool,
     root_failure,
 )
 

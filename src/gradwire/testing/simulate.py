@@ -176,15 +176,6 @@ def one_parameter(gradient: Tensor) -> BucketSpec:
     return BucketSpec.of(0, [("parameter", torch.empty(shape, device="meta"))], gradient)
 
 
-def _advance(reduction: Reduction, rank: int) -> Collective | Reduced:
-    """The next collective of a rank, or its result."""
-    try:
-        return advance(reduction)
-    except Exception as error:
-        error.add_note(f"raised on simulated rank {rank}")
-        raise
-
-
 @dataclass(frozen=True, slots=True)
 class _Lockstep:
     """Advances the ranks' generators, and runs a collective when all ranks that take part have yielded it."""
@@ -199,9 +190,12 @@ class _Lockstep:
         steps: dict[int, Collective | Reduced] = {}
         try:
             while True:
-                for rank in range(self.size):
-                    if rank not in steps:
-                        steps[rank] = _advance(reductions[rank], rank)
+                for rank in (rank for rank in range(self.size) if rank not in steps):
+                    try:
+                        steps[rank] = advance(reductions[rank])
+                    except Exception as error:
+                        error.add_note(f"raised on simulated rank {rank}")
+                        raise
                 pending = {rank: op for rank, op in sorted(steps.items()) if isinstance(op, Collective)}
                 if not pending:
                     return tuple(s for _, s in sorted(steps.items()) if isinstance(s, Reduced)), tuple(exchanges)

@@ -17,8 +17,8 @@ from gradwire.groups.mpi import MPIGroup
 from gradwire.testing import Leftovers, default_pool, run_ranks
 from gradwire.testing import mpi as mpirun
 from gradwire.testing.mpi import MPILaunch, MPIWorlds, default_worlds, missing
-from gradwire.testing.pool import Fate, GroupJob, RankResult
 from gradwire.testing.pool.process import Spawn
+from gradwire.testing.pool.protocol import Fate, GroupJob, RankResult
 from helpers.waiting import wait_until
 
 needs_mpi = pytest.mark.skipif(missing() is not None, reason=str(missing()))

@@ -30,9 +30,8 @@ from gradwire.groups import C10dGroup, Group, GroupWrapper
 from gradwire.groups.kinds import find_kind
 from gradwire.runtime.fork_server import ForkServer
 from gradwire.testing import LeftBehind, RankPool, default_pool, kinds, ranks, run_ranks
-from gradwire.testing.pool import Fate, GroupJob, RankResult, RemoteTraceback
 from gradwire.testing.pool.process import LocalWorker, Spawn
-from gradwire.testing.pool.protocol import ship
+from gradwire.testing.pool.protocol import Fate, GroupJob, RankResult, RemoteTraceback, ship
 from gradwire.testing.ranks import Request, _verdict
 from helpers.waiting import wait_for_exit
 from helpers.warm_python import FORKED_RANKS, WarmPython

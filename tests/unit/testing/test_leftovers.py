@@ -20,7 +20,8 @@ from gradwire.groups import Group
 from gradwire.groups.kinds import find_kind
 from gradwire.testing import LeftBehind, Leftovers, default_pool, leftovers, run_ranks
 from gradwire.testing.leftovers import prime
-from gradwire.testing.pool import GroupJob, RankPool
+from gradwire.testing.pool.pool import RankPool
+from gradwire.testing.pool.protocol import GroupJob
 from helpers.warm_python import WarmPython
 
 CONFTEST = Path(__file__).parents[2] / "conftest.py"

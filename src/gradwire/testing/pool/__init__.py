@@ -4,30 +4,3 @@ A worker waits for a job (usually a function, and how to build its rank's group)
 every rank is done, looks for leftovers and waits for the next job. The rendezvous store outlives every rank. What a set of
 outcomes means is decided in `testing/ranks.py`; this package is independent of the kind of group.
 """
-
-from gradwire.testing.pool.pool import RankPool, default_pool
-from gradwire.testing.pool.protocol import (
-    ABORT_GRACE,
-    GROUP_MARGIN,
-    Fate,
-    GroupJob,
-    JobContext,
-    LeftBehind,
-    RankResult,
-    RemoteTraceback,
-    root_failure,
-)
-
-__all__ = [
-    "ABORT_GRACE",
-    "GROUP_MARGIN",
-    "Fate",
-    "GroupJob",
-    "JobContext",
-    "LeftBehind",
-    "RankPool",
-    "RankResult",
-    "RemoteTraceback",
-    "default_pool",
-    "root_failure",
-]

@@ -137,15 +137,13 @@ class RankPool:
         """New workers, one by one; `store` is the name of their store."""
         for _ in range(count):
             spawn = self._spawn(len(self._workers))
-            server = self._server if spawn.program == WARM and spawn.command is list else None
-            try:
-                worker = LocalWorker(store, spawn, server)
-            except RuntimeError:
-                if server is None:
-                    raise
-                self._server = None  # a module that it imports has started a thread, which it reports
-                worker = LocalWorker(store, spawn)
-            yield worker
+            if self._server is not None and spawn.program == WARM and spawn.command is list:
+                try:
+                    yield LocalWorker(store, spawn, self._server)
+                    continue
+                except RuntimeError:
+                    self._server = None  # a module that it imports has started a thread, which it reports
+            yield LocalWorker(store, spawn)
 
     def _discharge(self, workers: Sequence[WorkerHandle]) -> None:
         for worker in workers:
@@ -185,12 +183,10 @@ def _greet(worker: WorkerHandle, rank: int, deadline: float) -> tuple[str, ...]:
     """Wait until the new worker for `rank` has started; returns the paths that it imports from."""
     sources: list[Any] = [worker.control, worker.alive]
     ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
-    try:
-        if worker.control in ready:
+    if worker.control in ready:
+        with suppress(EOFError, OSError):
             paths: tuple[str, ...] = receive(worker.control)
             return paths
-    except (EOFError, OSError):
-        pass
     status = worker.wait(1.0 if ready else 0.0)
     what = f"did not report within {START_LIMIT:.0f} s" if status is None else ending(status)
     raise GroupError(f"starting rank processes: that of rank {rank} {what}. Look at its output.")

@@ -56,8 +56,6 @@ class RankWorker:
         self._store = PrivateStore.open(store)
         self._store.set_timeout(timedelta(seconds=START_LIMIT))
         self._modules = leftovers.TorchModules() if warm else None
-        if self._modules is not None:
-            self._modules.replaced()
         self._notice = notice
         """Seconds that the main thread has to exit when the parent is gone, before the process is ended by force."""
         self._jobs: queue.SimpleQueue[RankJob | None] = queue.SimpleQueue()
@@ -72,11 +70,12 @@ class RankWorker:
         send(self._control, tuple(os.path.realpath(path) for path in sys.path if path))
         # Without a deadline: waiting for the parent is what an idle worker does.
         while (job := self._jobs.get()) is not None:
-            before = None if self._modules is None else leftovers.Leftovers.snapshot()
-            error, left = self._perform(job), []
-            if before is not None and self._modules is not None:
-                left = [*before.compare(grace=LEFTOVER_GRACE), *self._modules.replaced()]
-            send(self._control, Ended(error, tuple(left)))
+            if self._modules is None:
+                send(self._control, Ended(self._perform(job), ()))
+            else:
+                before, error = leftovers.Leftovers.snapshot(), self._perform(job)
+                left = (*before.compare(grace=LEFTOVER_GRACE), *self._modules.replaced())
+                send(self._control, Ended(error, left))
 
     def _listen(self) -> None:
         try:
@@ -123,16 +122,14 @@ class RankWorker:
 
     def _call(self, job: RankJob) -> object:
         store = PrefixStore(job.name, self._store)
-        context = JobContext(job.rank, job.size, job.name, job.timeout, store, self._own, self._report)
+        report = lambda progress: send(self._control, ProgressReport(progress))  # noqa: E731
+        context = JobContext(job.rank, job.size, job.name, job.timeout, store, self._own, report)
         sys.path.insert(0, job.path)
         try:
             return cloudpickle.loads(job.blob)(context)
         finally:
             with suppress(ValueError):
                 sys.path.remove(job.path)
-
-    def _report(self, progress: object) -> None:
-        send(self._control, ProgressReport(progress))
 
     def _own(self, resource: Any) -> None:
         with self._lock:
