@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,61 +10,19 @@ from torch import Tensor
 from gradwire.collectives import Collective, ReduceOp, build
 from gradwire.collectives.op_kinds import ONLY_BITS
 from gradwire.groups.base import Group
-from gradwire.testing.conformance.compare import Case, Make, Problems, against_reference, holds, same, unlike
-from gradwire.testing.conformance.data import LAYOUTS, arrange, blank, draw
+from gradwire.testing.conformance.compare import Case, Problems, against_reference, holds, same, unlike
+from gradwire.testing.conformance.data import LAYOUTS, arrange, draw
+from gradwire.testing.conformance.operations import Shaper, as_is, every_kind
 
-Shaper = Callable[[Tensor], Tensor]
 _MOVES = ("broadcast", "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "gather", "scatter")
 """The collectives that do not reduce."""
 
 
-def _as_is(t: Tensor) -> Tensor:
-    return t
-
-
-def _every_kind(size: int, shape: tuple[int, ...], placed: Shaper = _as_is, reference: Shaper = _as_is) -> list[Case]:
+def _placed(size: int, shape: tuple[int, ...], placed: Shaper = as_is, reference: Shaper = as_is) -> list[Case]:
     """One case of each collective, its tensors passed through `placed`, and those of the reference through `reference`."""
-    plain = _makers(size, shape, reference)
-    return [Case(name, make, plain[name]) for name, make in _makers(size, shape, placed).items()]
-
-
-def _makers(size: int, shape: tuple[int, ...], placed: Shaper) -> dict[str, Make]:
-    """What each rank submits in each case."""
-
-    def value(rank: int, i: int = 0) -> Tensor:
-        return placed(draw(shape, torch.float32, 41, i, rank))
-
-    def values(rank: int) -> list[Tensor]:
-        return [value(rank, i) for i in range(size)]
-
-    def out() -> Tensor:
-        return placed(blank(shape, torch.float32))
-
-    def outs() -> list[Tensor]:
-        return [out() for _ in range(size)]
-
-    def whole(rank: int) -> Tensor:
-        return placed(draw((size, *shape), torch.float32, 42, rank))
-
-    def whole_out() -> Tensor:
-        return placed(blank((size, *shape), torch.float32))
-
-    def at_root(rank: int, tensors: list[Tensor]) -> list[Tensor] | None:
-        return tensors if rank == size - 1 else None
-
-    return {
-        "all_reduce": lambda rank: build.all_reduce([value(rank), value(rank, 1)]),
-        "broadcast": lambda rank: build.broadcast([value(rank), value(rank, 1)], src=size - 1),
-        "reduce": lambda rank: build.reduce(value(rank), dst=size - 1, op=ReduceOp.MAX),
-        "all_gather": lambda rank: build.all_gather(outs(), value(rank)),
-        "all_gather_into_tensor": lambda rank: build.all_gather_into_tensor(whole_out(), value(rank)),
-        "reduce_scatter": lambda rank: build.reduce_scatter(out(), values(rank)),
-        "reduce_scatter_tensor": lambda rank: build.reduce_scatter_tensor(out(), whole(rank)),
-        "all_to_all": lambda rank: build.all_to_all(outs(), values(rank)),
-        "all_to_all_single": lambda rank: build.all_to_all_single(whole_out(), whole(rank)),
-        "gather": lambda rank: build.gather(value(rank), at_root(rank, outs()), dst=size - 1),
-        "scatter": lambda rank: build.scatter(out(), at_root(rank, values(rank)), src=size - 1),
-    }
+    root = size - 1
+    plain = every_kind(size, shape, reference, root=root)
+    return [Case(name, make, plain[name]) for name, make in every_kind(size, shape, placed, root=root).items()]
 
 
 def check_layouts(group: Group) -> Problems:
@@ -76,18 +33,18 @@ def check_layouts(group: Group) -> Problems:
 
     places: list[Shaper] = [partial(arrange, layout=layout) for layout in LAYOUTS]
     for place in (*places, mixed):
-        yield from against_reference(group, _every_kind(group.size, (3, 4), place))
+        yield from against_reference(group, _placed(group.size, (3, 4), place))
 
 
 def check_zero_dimensional(group: Group) -> Problems:
     """Tensors with no dimensions, in every collective."""
-    yield from against_reference(group, _every_kind(group.size, ()))
+    yield from against_reference(group, _placed(group.size, ()))
 
 
 def check_dtypes_without_arithmetic(group: Group) -> Problems:
     """Dtypes that only hold bits (float4, float8_e8m0fnu) are moved by every collective that does not reduce."""
     for dtype in sorted(ONLY_BITS, key=str):
-        cases = _every_kind(group.size, (12,), lambda t, d=dtype: t.view(d), lambda t: t.view(torch.uint8))  # type: ignore[misc]
+        cases = _placed(group.size, (12,), lambda t, d=dtype: t.view(d), lambda t: t.view(torch.uint8))  # type: ignore[misc]
         yield from against_reference(group, [case for case in cases if case.what in _MOVES])
 
 
@@ -108,14 +65,14 @@ def check_large(group: Group) -> Problems:
         def make(rank: int, place: Shaper = place) -> Collective:
             return build.all_reduce(place(draw((LARGE,), dtype, 48, rank)), op=op)
 
-        return Case(f"large all_reduce {op.name}", make, lambda rank: make(rank, _as_is))
+        return Case(f"large all_reduce {op.name}", make, lambda rank: make(rank, as_is))
 
     several = ((ReduceOp.AVG, torch.float32), (ReduceOp.MAX, torch.float32), (ReduceOp.AVG, torch.bfloat16))
     yield from against_reference(group, [reduced(own, op, dtype) for op, dtype in several])
-    yield from against_reference(group, [reduced(place, *several[0]) for place in (_as_is, mixed)])
+    yield from against_reference(group, [reduced(place, *several[0]) for place in (as_is, mixed)])
     # In a large world, where the cost of a case is quadratic in its size, the mixture represents both.
     for place in (own, mixed) if group.size <= 4 else (mixed,):
-        yield from against_reference(group, _every_kind(group.size, (SIZEABLE,), place))
+        yield from against_reference(group, _placed(group.size, (SIZEABLE,), place))
 
 
 def check_channels_last(group: Group) -> Problems:
@@ -124,7 +81,7 @@ def check_channels_last(group: Group) -> Problems:
     def images(t: Tensor) -> Tensor:
         return t.to(memory_format=torch.channels_last) if t.dim() == 4 else t
 
-    yield from against_reference(group, _every_kind(group.size, (2, 3, 4, 5), images))
+    yield from against_reference(group, _placed(group.size, (2, 3, 4, 5), images))
     t = images(draw((2, 3, 4, 5), torch.float32, 45, group.rank))
     group.all_reduce(t)
     kept = t.is_contiguous(memory_format=torch.channels_last)
@@ -139,7 +96,7 @@ def check_gaps(group: Group) -> Problems:
         homes.append(torch.full((*t.shape, 2), 7.0))
         return homes[-1][..., 0].copy_(t)
 
-    for name, make in _makers(group.size, (5,), spaced).items():
+    for name, make in every_kind(group.size, (5,), spaced).items():
         homes.clear()
         group.run(make(group.rank))
         gaps = torch.cat([home[..., 1].flatten() for home in homes])
@@ -149,7 +106,7 @@ def check_gaps(group: Group) -> Problems:
 def check_leaves(group: Group) -> Problems:
     """Leaves that require grad can be written, and stay leaves."""
 
-    yield from against_reference(group, _every_kind(group.size, (3,), Tensor.requires_grad_))
+    yield from against_reference(group, _placed(group.size, (3,), Tensor.requires_grad_))
     parameter = torch.nn.Parameter(draw((3,), torch.float32, 47, group.rank))
     group.all_reduce(parameter)
     kept = parameter.is_leaf and parameter.requires_grad and parameter.grad_fn is None
@@ -164,8 +121,8 @@ def check_inference_tensors(group: Group) -> Problems:
             return t.clone()
 
     for shape in ((3,), (4, 6), (SIZEABLE,)):
-        yield from against_reference(group, _every_kind(group.size, shape, made_there))
-    plain = _every_kind(group.size, (5,))
+        yield from against_reference(group, _placed(group.size, shape, made_there))
+    plain = _placed(group.size, (5,))
     for dtype in (torch.bfloat16, torch.complex64, torch.bool):
         plain.append(Case("all_reduce", lambda rank, d=dtype: build.all_reduce(made_there(draw((7,), d, 49, rank)))))  # type: ignore[misc]
     with torch.inference_mode():

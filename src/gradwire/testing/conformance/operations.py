@@ -9,13 +9,88 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, ReduceOp, build
 from gradwire.groups.base import Group
-from gradwire.testing.conformance.compare import Case, Problems, against_reference, holds, meet, side_group, unlike
+from gradwire.testing.conformance.compare import (
+    Case,
+    Make,
+    Problems,
+    against_reference,
+    holds,
+    meet,
+    side_group,
+    unlike,
+)
 from gradwire.testing.conformance.data import COMPLEX, FLOATS, blank, draw, dtypes, reductions_of, sizes
 
+Shaper = Callable[[Tensor], Tensor]
 Parts = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 _SEVERAL: Parts = (((3,), torch.float32), ((0,), torch.float32), ((2, 2), torch.int64), ((600,), torch.float32))
 """Shapes and dtypes of tensors that are communicated as one operation."""
+
+
+def as_is(t: Tensor) -> Tensor:
+    """The tensor itself."""
+    return t
+
+
+def every_kind(
+    size: int,
+    shape: Sequence[int],
+    placed: Shaper = as_is,
+    *,
+    dtype: torch.dtype = torch.float32,
+    op: ReduceOp = ReduceOp.SUM,
+    root: int = 0,
+) -> dict[str, Make]:
+    """What each rank submits in one case of each collective. All tensors are passed through `placed`."""
+
+    def value(rank: int, i: int = 0) -> Tensor:
+        return placed(draw(shape, dtype, 41, i, rank))
+
+    def values(rank: int) -> list[Tensor]:
+        return [value(rank, i) for i in range(size)]
+
+    def out() -> Tensor:
+        return placed(blank(shape, dtype))
+
+    def outs() -> list[Tensor]:
+        return [out() for _ in range(size)]
+
+    def whole(rank: int) -> Tensor:
+        return placed(draw((size, *shape), dtype, 42, rank))
+
+    def whole_out() -> Tensor:
+        return placed(blank((size, *shape), dtype))
+
+    return {
+        "all_reduce": lambda rank: build.all_reduce([value(rank), value(rank, 1)], op=op),
+        "broadcast": lambda rank: build.broadcast([value(rank), value(rank, 1)], src=root),
+        "reduce": lambda rank: build.reduce(value(rank), dst=root, op=op),
+        "all_gather": lambda rank: build.all_gather(outs(), value(rank)),
+        "all_gather_into_tensor": lambda rank: build.all_gather_into_tensor(whole_out(), value(rank)),
+        "reduce_scatter": lambda rank: build.reduce_scatter(out(), values(rank), op=op),
+        "reduce_scatter_tensor": lambda rank: build.reduce_scatter_tensor(out(), whole(rank), op=op),
+        "all_to_all": lambda rank: build.all_to_all(outs(), values(rank)),
+        "all_to_all_single": lambda rank: build.all_to_all_single(whole_out(), whole(rank)),
+        "gather": lambda rank: build.gather(value(rank), outs() if rank == root else None, dst=root),
+        "scatter": lambda rank: build.scatter(out(), values(rank) if rank == root else None, src=root),
+    }
+
+
+def _regular(group: Group, kind: str) -> list[Case]:
+    """One collective with each root, without elements or dimensions, of several sizes, with each dtype and reduction."""
+    size, last = group.size, group.size - 1
+
+    def case(shape: Sequence[int], dtype: torch.dtype, root: int = last, op: ReduceOp = ReduceOp.SUM) -> Case:
+        return Case(kind, every_kind(size, shape, dtype=dtype, op=op, root=root)[kind])
+
+    cases = [case(shape, torch.float32) for shape in ((), *sizes(size))]
+    cases += [case((3, 2), dtype) for dtype in dtypes(size)]
+    if kind in ("broadcast", "reduce", "gather", "scatter"):
+        cases += [case((13,), torch.float32, root) for root in range(size)]
+    if kind.startswith("reduce"):
+        cases += [case((2, 5), dtype, op=op) for dtype in (torch.float64, torch.int32) for op in reductions_of(dtype)]
+    return cases
 
 
 def _all_reduce(*key: int, shape: Sequence[int], dtype: torch.dtype, op: ReduceOp = ReduceOp.SUM) -> Case:
@@ -101,155 +176,96 @@ def check_all_reduce_sparse(group: Group) -> Problems:
     yield from against_reference(group, cases)
 
 
-def _from_each_root(
-    group: Group, what: str, make: Callable[[int, Sequence[int], torch.dtype, int], Collective]
-) -> list[Case]:
-    """`make(root, shape, dtype, rank)` with each root in turn, without elements or dimensions, and with each dtype."""
-
-    def case(root: int, shape: Sequence[int], dtype: torch.dtype) -> Case:
-        return Case(what, lambda rank: make(root, shape, dtype, rank))
-
-    cases = [case(root, (13,), torch.float32) for root in range(group.size)]
-    cases += [case(0, shape, torch.float32) for shape in ((0,), ())]
-    return cases + [case(group.size - 1, (3, 2), dtype) for dtype in dtypes(group.size)]
-
-
 def check_reduce(group: Group) -> Problems:
     """To each root in turn; the other ranks' tensors keep their values."""
-    last = group.size - 1
-
-    def reduce(
-        root: int, shape: Sequence[int], dtype: torch.dtype, rank: int, op: ReduceOp = ReduceOp.SUM
-    ) -> Collective:
-        return build.reduce(draw(shape, dtype, 10, root, rank), dst=root, op=op)
-
-    def case(dtype: torch.dtype, op: ReduceOp) -> Case:
-        return Case(f"reduce {op.name}", lambda rank: reduce(last, (2, 5), dtype, rank, op))
-
-    cases = [case(dtype, op) for dtype in (torch.float32, torch.int32) for op in reductions_of(dtype)]
-    yield from against_reference(group, [*_from_each_root(group, "reduce", reduce), *cases])
+    yield from against_reference(group, _regular(group, "reduce"))
 
 
 def check_reduce_scatter(group: Group) -> Problems:
     """From a list with one input per rank, whose sizes may differ from rank to rank."""
 
-    def case(lengths: Sequence[int], dtype: torch.dtype, op: ReduceOp) -> Case:
+    def uneven(lengths: Sequence[int], dtype: torch.dtype, op: ReduceOp) -> Case:
         def make(rank: int) -> Collective:
             inputs = [draw((n,), dtype, 11, i, rank) for i, n in enumerate(lengths)]
             return build.reduce_scatter(blank((lengths[rank],), dtype), inputs, op=op)
 
         return Case(f"reduce_scatter of parts of {list(lengths)}", make)
 
-    size = group.size
-    cases = [case([n] * size, torch.float32, ReduceOp.SUM) for n in (0, 1, 13, 600)]
-    cases += [case([3] * size, dtype, op) for dtype in (torch.float64, torch.int16) for op in reductions_of(dtype)]
-    cases += [case(range(size), torch.float32, ReduceOp.SUM), case(range(1, size + 1), torch.int64, ReduceOp.MAX)]
-    yield from against_reference(group, cases)
+    ranks = range(group.size)
+    cases = [uneven(ranks, torch.float32, ReduceOp.SUM), uneven([r + 1 for r in ranks], torch.int64, ReduceOp.MAX)]
+    yield from against_reference(group, _regular(group, "reduce_scatter") + cases)
 
 
-def _whole(size: int, shape: tuple[int, ...], *, stacked: bool) -> tuple[int, ...]:
-    return (size, *shape) if stacked else (size * shape[0], *shape[1:])
+def _whole(size: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (size * shape[0], *shape[1:])
 
 
 def check_reduce_scatter_tensor(group: Group) -> Problems:
     """From one tensor per rank, flat or stacked, and several pairs as one operation."""
-    size = group.size
 
-    def case(*parts: tuple[tuple[int, ...], torch.dtype], op: ReduceOp = ReduceOp.SUM, stacked: bool = False) -> Case:
-        def make(rank: int) -> Collective:
-            wholes = [draw(_whole(size, s, stacked=stacked), d, 12, i, rank) for i, (s, d) in enumerate(parts)]
-            return build.reduce_scatter_tensor([blank(s, d) for s, d in parts], wholes, op=op)
+    def several(rank: int) -> Collective:
+        wholes = [draw(_whole(group.size, shape), dtype, 12, i, rank) for i, (shape, dtype) in enumerate(_SEVERAL)]
+        return build.reduce_scatter_tensor([blank(shape, dtype) for shape, dtype in _SEVERAL], wholes)
 
-        return Case("stacked" if stacked else "concatenated", make)
-
-    cases = [case(((n,), torch.float32)) for n in (0, 1, 13, 600)]
-    cases += [case(((2,), dtype), op=op) for dtype in (torch.bfloat16, torch.uint8) for op in reductions_of(dtype)]
-    cases += [case(((2, 3), torch.float32), op=ReduceOp.AVG), case(((2, 3), torch.float32), stacked=True)]
-    cases += [case(((4,), dtype)) for dtype in dtypes(group.size)]
-    yield from against_reference(group, [*cases, case(*_SEVERAL)])
+    cases = [*_regular(group, "reduce_scatter_tensor"), Case("several, concatenated", several)]
+    yield from against_reference(group, cases)
 
 
 def check_broadcast(group: Group) -> Problems:
     """From each root in turn, one tensor and several."""
+    kinds = (((3,), torch.float32), ((), torch.int64), ((0, 2), torch.float32), ((5, 1), torch.bool))
 
-    def broadcast(root: int, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Collective:
-        return build.broadcast(draw(shape, dtype, 21, root, rank), src=root)
+    def several(rank: int) -> Collective:
+        tensors = [draw(shape, dtype, 22, i, rank) for i, (shape, dtype) in enumerate(kinds)]
+        return build.broadcast(tensors, src=group.size - 1)
 
-    def several(root: int) -> Case:
-        kinds = (((3,), torch.float32), ((), torch.int64), ((0, 2), torch.float32), ((5, 1), torch.bool))
-        return Case(
-            "broadcast of several tensors",
-            lambda rank: build.broadcast([draw(s, d, 22, i, rank) for i, (s, d) in enumerate(kinds)], src=root),
-        )
-
-    def sized(shape: Sequence[int]) -> Case:
-        return Case("broadcast", lambda rank: broadcast(0, shape, torch.int64, rank))
-
-    cases = _from_each_root(group, "broadcast", broadcast) + [sized(shape) for shape in sizes(group.size)]
-    yield from against_reference(group, [*cases, several(0), several(group.size - 1)])
+    one = Case("of one tensor", lambda rank: build.broadcast(draw((13,), torch.int64, 21, rank), src=0))
+    yield from against_reference(group, [*_regular(group, "broadcast"), one, Case("of several", several)])
 
 
 def check_all_gather(group: Group) -> Problems:
     """Into a list; sizes may differ between ranks, down to zero."""
 
-    def case(lengths: Sequence[int], dtype: torch.dtype) -> Case:
+    def uneven(lengths: Sequence[int], dtype: torch.dtype) -> Case:
         def make(rank: int) -> Collective:
             return build.all_gather([blank((n,), dtype) for n in lengths], draw((lengths[rank],), dtype, 23, rank))
 
         return Case(f"all_gather of {list(lengths)} elements", make)
 
     size = group.size
-    cases = [case([n] * size, torch.float32) for n in (0, 1, 13, 4099)]
-    cases += [case([3] * size, dtype) for dtype in dtypes(size)]
-    uneven = (range(size), range(size, 0, -1), [5 * (rank == size - 1) for rank in range(size)])
-    cases += [case(lengths, dtype) for lengths in uneven for dtype in (torch.float32, torch.uint8)]
-    yield from against_reference(group, cases)
+    lengths = (range(size), range(size, 0, -1), [5 * (rank == size - 1) for rank in range(size)])
+    cases = [uneven(each, dtype) for each in lengths for dtype in (torch.float32, torch.uint8)]
+    yield from against_reference(group, _regular(group, "all_gather") + cases)
 
 
 def check_all_gather_into_tensor(group: Group) -> Problems:
     """Into one tensor, concatenated or stacked, and several pairs as one operation."""
-    size = group.size
 
-    def case(*parts: tuple[tuple[int, ...], torch.dtype], stacked: bool = False) -> Case:
-        def make(rank: int) -> Collective:
-            wholes = [blank(_whole(size, shape, stacked=stacked), dtype) for shape, dtype in parts]
-            return build.all_gather_into_tensor(wholes, [draw(s, d, 24, i, rank) for i, (s, d) in enumerate(parts)])
+    def several(rank: int) -> Collective:
+        wholes = [blank(_whole(group.size, shape), dtype) for shape, dtype in _SEVERAL]
+        return build.all_gather_into_tensor(wholes, [draw(s, d, 24, i, rank) for i, (s, d) in enumerate(_SEVERAL)])
 
-        return Case("stacked" if stacked else "concatenated", make)
-
-    cases = [case(((n,), torch.float32)) for n in (0, 1, 13, 4099)]
-    cases += [case(((2, 3), dtype)) for dtype in dtypes(size)]
-    cases += [case((shape, torch.float32), stacked=True) for shape in ((2, 3), ())]
-    yield from against_reference(group, [*cases, case(*_SEVERAL)])
+    cases = [*_regular(group, "all_gather_into_tensor"), Case("several, concatenated", several)]
+    yield from against_reference(group, cases)
 
 
 def check_all_to_all(group: Group) -> Problems:
     """Lists, of equal and of different sizes, with empty parts among them."""
     size = group.size
 
-    def case(dtype: torch.dtype, even: int | None) -> Case:
-        def length(src: int, dst: int) -> int:
-            return (src + 2 * dst) % 4 if even is None else even
-
+    def uneven(dtype: torch.dtype) -> Case:
         def make(rank: int) -> Collective:
-            inputs = [draw((length(rank, dst),), dtype, 25, rank, dst) for dst in range(size)]
-            return build.all_to_all([blank((length(src, rank),), dtype) for src in range(size)], inputs)
+            inputs = [draw(((rank + 2 * dst) % 4,), dtype, 25, rank, dst) for dst in range(size)]
+            return build.all_to_all([blank(((src + 2 * rank) % 4,), dtype) for src in range(size)], inputs)
 
-        return Case("all_to_all", make)
+        return Case("all_to_all of different sizes", make)
 
-    cases = [case(torch.float32, even) for even in (None, 0, 1, 13, 600)]
-    yield from against_reference(group, cases + [case(dtype, None) for dtype in dtypes(size)])
+    yield from against_reference(group, _regular(group, "all_to_all") + [uneven(dtype) for dtype in dtypes(size)])
 
 
 def check_all_to_all_single(group: Group) -> Problems:
     """One tensor: equal parts, uneven parts, and split sizes given for one side only."""
     size = group.size
-
-    def even(rows: int, dtype: torch.dtype) -> Case:
-        shape = (rows * size, 2)
-        return Case(
-            "equal parts", lambda rank: build.all_to_all_single(blank(shape, dtype), draw(shape, dtype, 26, rank))
-        )
 
     def split(what: str, length: Callable[[int, int], int], *sides: str) -> Case:
         """`length(src, dst)` rows from each rank to each, with split sizes for the sides that need them."""
@@ -265,31 +281,21 @@ def check_all_to_all_single(group: Group) -> Problems:
 
         return Case(what, make)
 
-    cases = [even(rows, torch.float32) for rows in (0, 1, 13, 300)] + [even(2, dtype) for dtype in dtypes(size)]
+    cases = [split("several rows", lambda src, dst: 300)]
     cases.append(split("uneven parts", lambda src, dst: (src + 3 * dst) % 5, "input", "output"))
     cases.append(split("only input_split_sizes", lambda src, dst: dst + 1, "input"))
     cases.append(split("only output_split_sizes", lambda src, dst: src + 1, "output"))
-    yield from against_reference(group, cases)
+    yield from against_reference(group, _regular(group, "all_to_all_single") + cases)
 
 
 def check_gather(group: Group) -> Problems:
     """To each root in turn."""
-
-    def gather(root: int, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Collective:
-        outputs = [blank(shape, dtype) for _ in range(group.size)] if rank == root else None
-        return build.gather(draw(shape, dtype, 29, root, rank), outputs, dst=root)
-
-    yield from against_reference(group, _from_each_root(group, "gather", gather))
+    yield from against_reference(group, _regular(group, "gather"))
 
 
 def check_scatter(group: Group) -> Problems:
     """From each root in turn."""
-
-    def scatter(root: int, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Collective:
-        inputs = [draw(shape, dtype, 30, root, dst) for dst in range(group.size)] if rank == root else None
-        return build.scatter(blank(shape, dtype), inputs, src=root)
-
-    yield from against_reference(group, _from_each_root(group, "scatter", scatter))
+    yield from against_reference(group, _regular(group, "scatter"))
 
 
 def check_barrier(group: Group) -> Problems:
