@@ -7,6 +7,7 @@ check raises, communication itself has failed; then the world cannot be used any
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,8 +27,6 @@ Make = Callable[[int], Collective]
 Problems = Iterator[str]
 E = TypeVar("E", bound=BaseException)
 
-AT_ONCE = 8
-"""How many operations the asynchronous pass keeps in flight."""
 PATIENCE = 10.0
 """Seconds that a meeting waits for missing ranks."""
 SOON = 5.0
@@ -77,10 +76,10 @@ class Case:
         return ops[group.rank]
 
 
-def against_reference(group: Group, cases: Sequence[Case], *, rounds: int = 1) -> Problems:
-    """Run every case, waiting for each, then again with several in flight, waiting in reverse order, `rounds` times."""
-    for first in range(0, len(cases), AT_ONCE):
-        chunk = [(case, case.expected(group)) for case in cases[first : first + AT_ONCE]]
+def against_reference(group: Group, cases: Sequence[Case], *, rounds: int = 1, at_once: int = 8) -> Problems:
+    """Run every case, waiting for each, then again with `at_once` in flight, waiting in an order of this rank, `rounds` times."""
+    for first in range(0, len(cases), at_once):
+        chunk = [(case, case.expected(group)) for case in cases[first : first + at_once]]
         for _ in range(rounds):
             for case, want in chunk:
                 op = case.make(group.rank)
@@ -88,7 +87,7 @@ def against_reference(group: Group, cases: Sequence[Case], *, rounds: int = 1) -
                 yield from _differences(f"{case.what}, waited for at once", group, op, want)
             ops = [case.make(group.rank) for case, _ in chunk]
             works = [group.submit(op) for op in ops]
-            for work in reversed(works):
+            for work in random.Random(group.rank).sample(works, len(works)):
                 work.wait()
             for (case, want), op in zip(chunk, ops, strict=True):
                 yield from _differences(f"{case.what}, with others in flight", group, op, want)

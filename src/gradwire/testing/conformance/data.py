@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import ReduceOp
+from gradwire.collectives.op_kinds import REDUCES
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
@@ -26,10 +27,6 @@ _ONE_OF_EACH_SORT = (
     torch.bool,
 )
 
-_ARITHMETIC = (ReduceOp.SUM, ReduceOp.PRODUCT)
-_ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
-_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-
 LARGEST = 2
 """The largest floating-point value drawn; tolerances are computed from it."""
 
@@ -39,11 +36,9 @@ def dtypes(world: int) -> tuple[torch.dtype, ...]:
     return DTYPES if world <= 4 else _ONE_OF_EACH_SORT
 
 
-def reductions_of(dtype: torch.dtype) -> tuple[ReduceOp, ...]:
-    """The reductions that are defined for `dtype`, except PREMUL_SUM."""
-    if dtype.is_complex:
-        return (*_ARITHMETIC, ReduceOp.AVG)
-    return (*_ARITHMETIC, ReduceOp.AVG, *_ORDERED) if dtype.is_floating_point else (*_ARITHMETIC, *_ORDERED, *_BITWISE)
+def reductions_of(dtype: torch.dtype) -> list[ReduceOp]:
+    """The reductions that are defined for `dtype`, except PREMUL_SUM, in the same order on all ranks."""
+    return sorted(REDUCES[dtype] - {ReduceOp.PREMUL_SUM}, key=lambda op: op.name)
 
 
 def sizes(world: int) -> tuple[tuple[int, ...], ...]:

@@ -36,11 +36,6 @@ def check_layouts(group: Group) -> Problems:
         yield from against_reference(group, _placed(group.size, (3, 4), place))
 
 
-def check_zero_dimensional(group: Group) -> Problems:
-    """Tensors with no dimensions, in every collective."""
-    yield from against_reference(group, _placed(group.size, ()))
-
-
 def check_dtypes_without_arithmetic(group: Group) -> Problems:
     """Dtypes that only hold bits (float4, float8_e8m0fnu) are moved by every collective that does not reduce."""
     for dtype in sorted(ONLY_BITS, key=str):

@@ -93,21 +93,18 @@ def _regular(group: Group, kind: str) -> list[Case]:
     return cases
 
 
-def _all_reduce(*key: int, shape: Sequence[int], dtype: torch.dtype, op: ReduceOp = ReduceOp.SUM) -> Case:
-    return Case(f"all_reduce {op.name}", lambda rank: build.all_reduce(draw(shape, dtype, *key, rank), op=op))
-
-
 def check_all_reduce_ops(group: Group) -> Problems:
     """Every reduction on every dtype it is defined for."""
-    each = [(i, d, op) for i, d in enumerate(dtypes(group.size)) for op in reductions_of(d)]
-    yield from against_reference(group, [_all_reduce(1, i, shape=(7,), dtype=d, op=op) for i, d, op in each])
+
+    def case(dtype: torch.dtype, op: ReduceOp) -> Case:
+        return Case(f"all_reduce {op.name}", lambda rank: build.all_reduce(draw((7,), dtype, 1, rank), op=op))
+
+    yield from against_reference(group, [case(d, op) for d in dtypes(group.size) for op in reductions_of(d)])
 
 
 def check_all_reduce_sizes(group: Group) -> Problems:
-    """No elements, one, fewer than ranks, primes, thousands."""
-    both = (torch.float32, torch.int64)
-    cases = [_all_reduce(2, shape=shape, dtype=dtype) for shape in sizes(group.size) for dtype in both]
-    yield from against_reference(group, cases)
+    """No elements, no dimensions, one element, fewer than ranks, primes, thousands."""
+    yield from against_reference(group, _regular(group, "all_reduce"))
 
 
 def check_all_reduce_coalesced(group: Group) -> Problems:
@@ -311,3 +308,10 @@ def check_barrier(group: Group) -> Problems:
         work.wait()
     group.monitored_barrier(timeout=10.0)
     side.close()
+
+
+def check_many_in_flight(group: Group) -> Problems:
+    """Many operations of every kind at once."""
+    kinds = [(n, every_kind(group.size, (n,), root=n % group.size)) for n in (0, 1, 5, 40)]
+    cases = [Case(f"{name} of {n} elements", make) for n, table in kinds for name, make in table.items()]
+    yield from against_reference(group, cases, at_once=len(cases))

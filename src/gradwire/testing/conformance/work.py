@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -150,25 +149,6 @@ def check_future_waits(group: Group) -> Problems:
     for depth in (0, 1, 2, 1, 3):
         want = torch.as_tensor(sum(_sum(group, 69, key) for key in range(depth + 1)))
         yield from unlike(f"sums in callbacks {depth} deep", total(0, depth), want)
-
-
-def check_many_in_flight(group: Group) -> Problems:
-    """Many operations of several kinds at once, waited for in a different order on each rank."""
-    works: list[tuple[str, Tensor, Tensor, Work]] = []
-    for n in range(40):
-        all_values = [draw((n,), torch.int64, 67, n, rank) for rank in range(group.size)]
-        t, out, root = all_values[group.rank].clone(), blank((n * group.size,), torch.int64), n % group.size
-        if n % 3 == 0:
-            works.append(("all_reduce", t, torch.as_tensor(sum(all_values)), group.all_reduce(t, async_op=True)))
-        elif n % 3 == 1:
-            works.append(("broadcast", t, all_values[root], group.broadcast(t, src=root, async_op=True)))
-        else:
-            work = group.all_gather_into_tensor(out, t, async_op=True)
-            works.append(("all_gather", out, torch.cat(all_values), work))
-    random.Random(group.rank).shuffle(works)
-    for name, got, want, work in works:
-        work.wait()
-        yield from unlike(f"{name} #{work.seq}, one of 40 in flight", got, want)
 
 
 def check_dropped_group(group: Group) -> Problems:
