@@ -171,9 +171,6 @@ def _check_reduction(op: OpFields) -> None:
         _refuse(op, f"factor has shape {list(factor.shape)}. Pass a number or a tensor with one element.")
 
 
-# -- shapes ---------------------------------------------------------------------------------------------------------
-
-
 def _in_place(op: OpFields) -> None:
     if len(op.inputs) != len(op.outputs) or any(
         i is not o and (i.shape != o.shape or i.dtype != o.dtype) for i, o in zip(op.inputs, op.outputs, strict=True)
@@ -224,9 +221,6 @@ _SHAPE_RULES: dict[OpKind, Callable[[OpFields], None]] = {
     OpKind.REDUCE_SCATTER_TENSOR: _pairs,
     OpKind.ALL_TO_ALL_SINGLE: _single,
 }
-
-
-# -- with rank and size --------------------------------------------------------------------------------------------------
 
 
 def check_in_world(op: OpFields, rank: int, size: int) -> None:

@@ -78,8 +78,6 @@ def lower(op: Collective, *, rank: int, size: int, takes: Callable[[Collective],
         yield step if op.timeout is None else step.within(op.timeout)
 
 
-# -- reductions ----------------------------------------------------------------------------------------------------------
-
 _BOOL_AS_BYTES = dict.fromkeys((ReduceOp.SUM, ReduceOp.BOR), ReduceOp.MAX)
 _BOOL_AS_BYTES |= dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.BAND), ReduceOp.MIN)
 _LINEAR = frozenset({ReduceOp.SUM, ReduceOp.AVG})
@@ -224,9 +222,6 @@ def _reduce_scatter_tensor(op: Collective, low: Lowering) -> Program:
         parts = flat(whole).split(part.numel()) if part.numel() else [flat(whole)] * low.size
         reduce_op = op.reduce_op or ReduceOp.SUM
         yield from low(build.reduce_scatter(part, parts, op=reduce_op, factor=op.factor, label=op.label))
-
-
-# -- movement ------------------------------------------------------------------------------------------------------------
 
 
 def _broadcast(op: Collective, low: Lowering) -> Program:

@@ -165,13 +165,13 @@ def _named(*names: str) -> tuple[torch.dtype, ...]:
 
 
 _FLOATS = _named("float16", "bfloat16", "float32", "float64")
-_FLOAT8 = _named("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+FLOAT8 = _named("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _COMPLEX = _named("complex32", "complex64", "complex128")
 _INTEGERS = _named("int8", "int16", "int32", "int64", "uint8")
 _WIDE_UNSIGNED = _named("uint16", "uint32", "uint64")
 
 REDUCES: dict[torch.dtype, frozenset[ReduceOp]] = {
-    **dict.fromkeys(_FLOATS + _FLOAT8, _ARITHMETIC | _ORDERED | _INEXACT),
+    **dict.fromkeys(_FLOATS + FLOAT8, _ARITHMETIC | _ORDERED | _INEXACT),
     **dict.fromkeys(_COMPLEX, _ARITHMETIC | _INEXACT),
     **dict.fromkeys((*_INTEGERS, *_WIDE_UNSIGNED, torch.bool), _ARITHMETIC | _ORDERED | _BITWISE),
 }

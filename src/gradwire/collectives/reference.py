@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.op import Collective
-from gradwire.collectives.op_kinds import OpKind, ReduceOp
+from gradwire.collectives.op_kinds import FLOAT8, OpKind, ReduceOp
 
 T = TypeVar("T")
-_NARROW = frozenset({
-    torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
-})  # fmt: skip
+_NARROW = frozenset({torch.float16, torch.bfloat16, *FLOAT8})
 # Unsigned integers wider than a byte have storage in torch but next to no arithmetic: int64 holds all but uint64, whose
 # sums and products wrap to the same bits in two's complement.
 _WIDE_UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})

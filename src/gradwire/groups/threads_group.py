@@ -135,8 +135,6 @@ class _ThreadWorld:
                 ThreadGroup._seat(table)
             return table
 
-    # -- collectives ---------------------------------------------------------------------------------------------------
-
     def join(self, work: Work, rank: int, place: int) -> None:
         with self._lock:
             slot = self._slots.setdefault(place, {})
@@ -179,8 +177,6 @@ class _ThreadWorld:
         signatures = [work.op.signature for work in works]
         return mismatch(self.name, signatures, compared=[replace(s, label="") for s in signatures])
 
-    # -- send and receive ----------------------------------------------------------------------------------------------
-
     def meet(self, work: Work, rank: int) -> None:
         with self._lock:
             self._p2p = [(other, r) for other, r in self._p2p if not other.is_completed()]
@@ -205,8 +201,6 @@ class _ThreadWorld:
         peer = work.op.peer
         peers = [r for r in range(self.size) if r != rank] if peer is None else [peer]
         return peers[-1] if all(r in self._left for r in peers) else None
-
-    # -- membership ----------------------------------------------------------------------------------------------------
 
     def arrivals(self, work: Work, rank: int) -> Arrivals | None:
         if work.op.kind.is_p2p:

@@ -95,8 +95,6 @@ class Work:
             ledger.record(RecordKind.COLLECTIVE_FINISHED, work, work.finished)
         return work
 
-    # -- for the group that carries it out -----------------------------------------------------------------------------
-
     def finish(self, *, source_rank: int | None = None) -> bool:
         """Mark it finished: the outputs hold the result. False if it was already settled."""
         return self._settle([None], source_rank)
@@ -144,8 +142,6 @@ class Work:
         self._callbacks.append(fn)
         if self.settled:  # in the meantime, perhaps without calling `fn`
             _call_back(self, self._callbacks)
-
-    # -- for the caller ------------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Return True once the outputs may be used; raise the operation's error if it failed. If a completion hook has raised, the

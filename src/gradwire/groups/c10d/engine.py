@@ -95,8 +95,6 @@ def _nccl_takes(op: Collective) -> bool:
     return op.reduce_op not in _BITWISE | {ReduceOp.PREMUL_SUM} and takes_tensors(op, any_shape=True)
 
 
-# -- calls ---------------------------------------------------------------------------------------------------------------
-
 _REDUCE_OPS: dict[ReduceOp, Any] = {
     op: getattr(dist.ReduceOp, op.name) for op in ReduceOp if op is not ReduceOp.PREMUL_SUM
 }

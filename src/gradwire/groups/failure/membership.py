@@ -330,8 +330,6 @@ class Membership:
         self._calls.close()
         self._connection = None
 
-    # -- on the thread of a store call ---------------------------------------------------------------------------------
-
     def _write(self, *, read: bool = False) -> None:
         store, peers = self._connection, self.peers
         if store is not None:

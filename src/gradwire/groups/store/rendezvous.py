@@ -101,8 +101,6 @@ class Rendezvous:
     def key(self, name: str) -> str:
         return f"{self._base}/{name}"
 
-    # -- waiting -------------------------------------------------------------------------------------------------------
-
     def exchange(self, key: str, value: str) -> list[bytes]:
         """Every rank's value, in rank order. CollectiveTimeout names the missing ranks."""
         keys = [f"{self._base}/{key}/{r}" for r in range(self.size)]
