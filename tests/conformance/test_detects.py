@@ -326,9 +326,6 @@ def test_the_faultless_wrapper_passes() -> None:
     assert check_group(lambda fn: run_ranks(fn, 3, wrap=Faulty)).ran == check_names()
 
 
-# -- how failures are reported -------------------------------------------------------------------------------------------
-
-
 def test_a_broken_world_ends_the_shared_run_and_says_what_was_not_reached() -> None:
     class Broken(Faulty):
         def submit(self, op: Collective) -> Work:

@@ -228,9 +228,6 @@ def _refusal(hook: CommHook, spec: BucketSpec) -> str | None:
     return None
 
 
-# -- random chains -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Chain:
     """What to build, so that a failure shows it."""
@@ -263,9 +260,6 @@ def test_random_chains_on_random_buckets_obey_the_laws(
     except UsageError:
         return  # refused when built: see test_refusals
     check_hook(hook, world_sizes=(ranks,), shapes=shapes, seed=seed)
-
-
-# -- the same everywhere ------------------------------------------------------------------------------------------------------
 
 
 def test_every_hook_is_the_same_under_our_ddp_and_under_torchs(torch_world: Callable[..., Any]) -> None:

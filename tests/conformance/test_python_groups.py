@@ -248,9 +248,6 @@ def test_nothing_is_called_that_the_class_does_not_have(cls: type[Base], calls: 
     assert run_ranks(partial(all_gather, cls=cls), 2) == [(calls, [0, 7, 1, 7])] * 2
 
 
-# -- Work ----------------------------------------------------------------------------------------------------------------
-
-
 def add_up(group: Group, *, work: MakeWork) -> float:
     with gw.from_process_group(Three(group, work)) as over:
         value = torch.ones(3)
@@ -363,9 +360,6 @@ def test_a_message_cannot_be_composed() -> None:
         assert "nothing simpler" in text
 
 
-# -- what the class has --------------------------------------------------------------------------------------------------
-
-
 def test_methods_of_its_own_are_found_wherever_they_are_defined() -> None:
     class Later(Three):
         pass
@@ -412,9 +406,6 @@ def test_a_back_end_beneath_serves_what_is_not_overridden() -> None:
         group.all_reduce(torch.ones(2), op=gw.ReduceOp.MAX)
         assert whole.tolist() == [1, 1]
     pg.shutdown()
-
-
-# -- DDP -----------------------------------------------------------------------------------------------------------------
 
 
 def train(group: Group, *, cls: type[Base], work: MakeWork = FinishedWork) -> None:

@@ -279,9 +279,6 @@ def test_a_rank_that_finished_the_step_goes_on_with_the_others() -> None:
         assert "failed on rank 1 with HookError" in said[0]
 
 
-# -- gradwire's own hooks --------------------------------------------------------------------------------------------------
-
-
 class Generated(CommHook):
     """The mean, on the lane or not, unless `act` interferes: it is called before the collective, between and after."""
 

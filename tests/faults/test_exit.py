@@ -14,6 +14,17 @@ LIMIT = 240
 """Seconds for a whole script: nothing here is about how long torch takes to import on a busy machine."""
 pytestmark = pytest.mark.timeout(LIMIT + 60)
 
+PAIR = """
+        import torch, torch.distributed as dist, threading
+        from gradwire.groups import C10dGroup, SharedMemoryGroup, Verified
+        store, groups = dist.HashStore(), {}
+        def make(rank): groups[rank] = MAKE
+        ranks = [threading.Thread(target=make, args=(r,)) for r in range(2)]
+        for r in ranks: r.start()
+        for r in ranks: r.join()
+"""
+"""A group of two ranks in one process."""
+
 SCRIPTS = {
     "threads": """
         import torch
@@ -24,30 +35,16 @@ SCRIPTS = {
         work = a.all_reduce(torch.ones(3), async_op=True)
         future = work.get_future().then(lambda f: f.value())
     """,
-    "gloo, nobody comes": """
-        import torch, torch.distributed as dist, threading
-        from gradwire.groups import C10dGroup
-        store = dist.HashStore()
-        groups = {}
-        def make(rank): groups[rank] = C10dGroup.gloo(store, rank, 2)
-        ranks = [threading.Thread(target=make, args=(r,)) for r in range(2)]
-        for r in ranks: r.start()
-        for r in ranks: r.join()
+    "gloo, nobody comes": PAIR.replace("MAKE", "C10dGroup.gloo(store, rank, 2)")
+    + """
         groups[0].on_completion(lambda info: None)
         works = [groups[0].all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
         works.append(groups[0].recv(torch.ones(3), src=1, async_op=True))
         works.append(groups[0].all_reduce(torch.ones(3, dtype=torch.int16), async_op=True))
         future = works[0].get_future()
     """,
-    "gloo, just finishing": """
-        import torch, torch.distributed as dist, threading
-        from gradwire.groups import C10dGroup, Verified
-        store = dist.HashStore()
-        groups = {}
-        def make(rank): groups[rank] = Verified(C10dGroup.gloo(store, rank, 2))
-        ranks = [threading.Thread(target=make, args=(r,)) for r in range(2)]
-        for r in ranks: r.start()
-        for r in ranks: r.join()
+    "gloo, just finishing": PAIR.replace("MAKE", "Verified(C10dGroup.gloo(store, rank, 2))")
+    + """
         for group in groups.values():
             group.on_completion(lambda info: None)
             for _ in range(5): group.all_reduce(torch.ones(100_000), async_op=True)
@@ -140,15 +137,8 @@ SCRIPTS = {
             time.sleep(0.01)
         os.remove(path)
     """,
-    "shared memory, nobody comes": """
-        import torch, torch.distributed as dist, threading
-        from gradwire.groups import SharedMemoryGroup
-        store = dist.HashStore()
-        groups = {}
-        def make(rank): groups[rank] = SharedMemoryGroup(store, rank, 2)
-        ranks = [threading.Thread(target=make, args=(r,)) for r in range(2)]
-        for r in ranks: r.start()
-        for r in ranks: r.join()
+    "shared memory, nobody comes": PAIR.replace("MAKE", "SharedMemoryGroup(store, rank, 2)")
+    + """
         groups[0].on_completion(lambda info: None)
         works = [groups[0].all_reduce(torch.ones(n), async_op=True) for n in (3, 100_000, 3)]
         works.append(groups[0].recv(torch.ones(3), src=1, async_op=True))
@@ -156,15 +146,8 @@ SCRIPTS = {
         bucket = groups[0].allocate(100)
         future = works[0].get_future()
     """,
-    "shared memory, just finishing": """
-        import torch, torch.distributed as dist, threading
-        from gradwire.groups import SharedMemoryGroup
-        store = dist.HashStore()
-        groups = {}
-        def make(rank): groups[rank] = SharedMemoryGroup(store, rank, 2)
-        ranks = [threading.Thread(target=make, args=(r,)) for r in range(2)]
-        for r in ranks: r.start()
-        for r in ranks: r.join()
+    "shared memory, just finishing": PAIR.replace("MAKE", "SharedMemoryGroup(store, rank, 2)")
+    + """
         for group in groups.values():
             group.on_completion(lambda info: None)
             for _ in range(5): group.all_reduce(torch.ones(300_000), async_op=True)

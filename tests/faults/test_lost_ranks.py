@@ -106,9 +106,6 @@ def test_a_rank_that_exits_is_told_to_every_survivor() -> None:
     _check(results)
 
 
-# -- in the middle of a large operation over shared memory ---------------------------------------------------------------
-
-
 def _in_the_middle(group: Any, end: Callable[[], None], nth: int, in_heap: bool, run: bool) -> dict[str, Any]:
     """The victim ends at its `nth` signal of a large sum. The others are told long before the deadline."""
     t = group.allocate(LARGE) if in_heap else torch.empty(LARGE)
@@ -143,9 +140,6 @@ def test_killed_in_the_middle_of_a_large_sum(in_heap: bool, nth: int, run: bool)
         lambda group: _in_the_middle(group, _killed, nth, in_heap, run), SIZE, kind="shared_memory", lost=[VICTIM]
     )
     _check(results, "in the middle")
-
-
-# -- silence ------------------------------------------------------------------------------------------------------------------
 
 
 def _stopped(group: Group, gave_up: Path) -> tuple[str, Any]:

@@ -28,3 +28,30 @@ def train(model: nn.Module, rank: int, steps: range, *, lr: float = 0.05) -> Ten
             for p in model.parameters():
                 p -= lr * p.grad  # type: ignore[operator]
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+class Counter(nn.Module):
+    """A layer with a buffer that every rank changes differently."""
+
+    def __init__(self, rank: int, *, reassign: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.reassign = reassign
+        self.register_buffer("seen", torch.full((2,), float(rank)))
+        self.register_buffer("count", torch.tensor(rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) + self.seen
+        if self.reassign:
+            self.seen = self.seen + 1 + x[0, 0].detach()
+        else:
+            self.seen.add_(1 + x[0, 0].detach())
+        return y
+
+
+def flip(t: Tensor, byte: int = 0, bit: int = 0) -> None:
+    """Flip one bit of a tensor, in place, whatever its strides."""
+    with torch.no_grad():
+        flat = t.detach().contiguous().reshape(-1)
+        flat.view(torch.uint8)[byte] ^= 1 << bit
+        t.copy_(flat.reshape(t.shape))

@@ -1,7 +1,5 @@
 """The ring: what is written is read again, whatever the writer does next."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -246,9 +246,6 @@ def same(a: Any, b: Any) -> None:
         assert a == b
 
 
-# -- what gloo does not have ---------------------------------------------------------------------------------------------
-
-
 def test_what_gloo_cannot_do(stock: Callable[..., Any]) -> None:
     def scenario(rank: int, size: int) -> Any:
         average, scaled, lists = numbers(rank), numbers(rank), [torch.empty(rank + 1) for _ in range(size)]
@@ -283,9 +280,6 @@ def test_coalescing_manager_gathers_reductions(stock: Callable[..., Any]) -> Non
     first, second = stock(scenario)
     assert first[:3] == second[:3] == [[10, 12, 14, 16, 18, 20], [10, 12, 14], [*range(6), *range(10, 16)]]
     assert (first[3], second[3]) == ([10, 12, 14], [16, 18, 20])
-
-
-# -- rank, size and backend ----------------------------------------------------------------------------------------------
 
 
 def test_the_world_says_what_it_is(stock: Callable[..., Any]) -> None:
@@ -388,9 +382,6 @@ def test_abort_ends_what_is_in_flight(stock: Callable[..., Any]) -> None:
         return [work.is_completed(), work.is_success(), type(work.exception()).__name__]
 
     assert stock(scenario)[0] == [True, False, "GroupAborted"]
-
-
-# -- what torch does not let a Python group do ---------------------------------------------------------------------------
 
 
 def test_what_torch_refuses_by_name_works_on_the_group(stock: Callable[..., Any]) -> None:

@@ -181,9 +181,6 @@ def test_fsdp_trains_with_our_hooks(fresh: Callable[..., Any], device: str) -> N
         assert torch.equal(ranks[1][0][name], first)
 
 
-# -- without FSDP --------------------------------------------------------------------------------------------------------
-
-
 def test_a_tensor_of_another_length_is_one_unnamed_row() -> None:
     """Some parameters got no gradient; FSDP does not expose which."""
 

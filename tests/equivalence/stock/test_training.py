@@ -58,9 +58,6 @@ class Forked(nn.Module):
         return (self.odd if dist.get_rank() % 2 else self.even)(self.shared(x))
 
 
-# -- DDP -----------------------------------------------------------------------------------------------------------------
-
-
 def ddp(rank: int, size: int) -> torch.Tensor:
     return train(DistributedDataParallel(make_model()), rank)
 
@@ -130,9 +127,6 @@ def ddp_hook(hook: Callable[..., Any], make_state: Callable[[], Any] = lambda: N
 
 def power_sgd_state() -> Any:
     return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
-
-
-# -- the others ----------------------------------------------------------------------------------------------------------
 
 
 def zero(rank: int, size: int) -> torch.Tensor:
@@ -253,9 +247,6 @@ def test_training_moved_the_parameters(results: tuple[list[dict[str, Any]], ...]
     trained = results[1][0]["ddp"]
     assert not torch.allclose(trained, flat(make_model()), atol=1e-2)
     assert torch.equal(trained, results[1][1]["ddp"])
-
-
-# -- what only gradwire does ---------------------------------------------------------------------------------------------
 
 
 def test_a_wrapper_under_stock_ddp_sees_its_traffic(stock: Callable[..., Any]) -> None:

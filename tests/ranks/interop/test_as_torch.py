@@ -138,9 +138,6 @@ def test_what_a_hook_raises_comes_out_of_torchs_backward(torch_world: Callable[.
     run_ranks(rank_main, 2, kind="gloo")
 
 
-# -- without torch's DDP -------------------------------------------------------------------------------------------------
-
-
 class Bucket:
     """What torch hands to a hook."""
 

@@ -107,9 +107,6 @@ def test_an_exception_that_ends_the_program_aborts(monkeypatch):
     assert group.failure.reason == "ValueError: boom"
 
 
-# -- on rank processes -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def store():
     """That which `gradwire run` would make."""

@@ -12,8 +12,6 @@ from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.run_status import RunMonitor
 from helpers.made_steps import made_steps, write_rings
 
-# -- the monitor -----------------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def monitor(tmp_path):
@@ -60,9 +58,6 @@ def test_a_picture_stays_above_the_report_of_a_failure(launch, monitor, monkeypa
     report = err.rpartition(b"the picture\n")[2]
     assert b"exit" in report
     assert b"\x1b[J" not in report  # nothing of it is erased
-
-
-# -- output ----------------------------------------------------------------------------------------------------------------
 
 
 def test_success_shows_each_stream_with_ranks_and_loses_nothing(launch, tmp_path):

@@ -58,9 +58,6 @@ def check(ddp: nn.Module, expected: list[Tensor]) -> None:
         torch.testing.assert_close(p.grad, want)
 
 
-# -- manual finalization -----------------------------------------------------------------------------------------------------
-
-
 @over_flags
 def test_gradients_come_back_when_the_caller_says_so(flags: dict[str, Any]) -> None:
     def rank_main(group: Group) -> None:
@@ -186,9 +183,6 @@ def test_a_copy_finalizes_manually_too(torch_world: Callable[..., Any]) -> None:
             check(copied, means(copied.module, group.size, 0))
 
     run_ranks(rank_main, 2, kind="gloo")
-
-
-# -- buckets during backward only --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["threads", "shared_memory"])

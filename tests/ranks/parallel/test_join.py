@@ -248,9 +248,6 @@ def test_steps_after_join_communicate_as_before() -> None:
     run_ranks(rank_main, 2)
 
 
-# -- copies ------------------------------------------------------------------------------------------------------------------
-
-
 def test_copies_and_pickles_of_a_model_on_the_default_group_train_on_their_own(torch_world: Callable[..., Any]) -> None:
     def rank_main(group: Group) -> None:
         with torch_world(group, "gloo"):

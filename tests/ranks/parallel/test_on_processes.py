@@ -97,44 +97,22 @@ def test_nonfinite_on_processes(kind: str) -> None:
     assert results[1:] == results[:1] * 2
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-
-START = model()
-
-
-def flip(t: Tensor, byte: int = 0, bit: int = 0) -> None:
-    """Flip one bit of a tensor, in place, whatever its strides."""
-    with torch.no_grad():
-        flat = t.detach().contiguous().reshape(-1)
-        flat.view(torch.uint8)[byte] ^= 1 << bit
-        t.copy_(flat.reshape(t.shape))
-
-
-def raised(check: DivergenceCheck) -> ReplicasDiverged:
-    with pytest.raises(ReplicasDiverged) as caught:
-        check.check()
-    return caught.value
-
-
 @pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
 def test_divergence_on_processes(kind: str) -> None:
     def rank_main(group: Group) -> list[Any]:
-        net = copy.deepcopy(START)
+        net = models.mlp(seed=0)
         results: list[Any] = []
         for policy in (Divergence.RAISE, Divergence.HEAL):
             check = DivergenceCheck(net, group, policy=policy)
             if group.rank == 1:
-                flip(net[2].bias, bit=7)
+                models.flip(net[2].bias, bit=7)
             try:
                 results.append([(one.name, one.ranks, one.source) for one in check.check()])
             except ReplicasDiverged as error:
                 results.append((error.ranks, error.parameters))
             if policy is Divergence.RAISE and group.rank == 1:
-                flip(net[2].bias, bit=7)
-        results.append(torch.equal(net[2].bias, START[2].bias))
+                models.flip(net[2].bias, bit=7)
+        results.append(torch.equal(net[2].bias, models.mlp(seed=0)[2].bias))
         return results
 
     assert run_ranks(rank_main, 3, kind=kind) == [[((1,), ("2.bias",)), [("2.bias", (1,), 0)], True]] * 3
@@ -143,53 +121,33 @@ def test_divergence_on_processes(kind: str) -> None:
 def test_torchs_ddp_on_its_default_group(torch_world: Callable[..., Any]) -> None:
     def rank_main(group: Group) -> None:
         with torch_world(group, "gloo"):
-            net = copy.deepcopy(START)
+            net = models.mlp(seed=0)
             ddp = nn.parallel.DistributedDataParallel(net)
             optimizer = torch.optim.Adam(ddp.parameters())
             check = DivergenceCheck(ddp, every=2, optimizer=optimizer)
             for _ in range(2):
-                ddp(torch.randn(4, 3)).sum().backward()
+                ddp(torch.randn(4, 4)).sum().backward()
                 optimizer.step()
                 assert check.step() == []
             if group.rank == 1:
-                flip(net[2].bias)
-            assert raised(check).parameters == ("2.bias",)
+                models.flip(net[2].bias)
+            with pytest.raises(ReplicasDiverged) as caught:
+                check.check()
+            assert caught.value.parameters == ("2.bias",)
+            del caught
             check.group.close()
 
     run_ranks(rank_main, 3, kind="gloo")
-
-
-class Counter(nn.Module):
-    """A layer with a buffer that every rank changes differently."""
-
-    def __init__(self, rank: int, *, reassign: bool = False) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-        self.reassign = reassign
-        self.register_buffer("seen", torch.full((2,), float(rank)))
-        self.register_buffer("count", torch.tensor(rank))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x) + self.seen
-        if self.reassign:
-            self.seen = self.seen + 1 + x[0, 0].detach()
-        else:
-            self.seen.add_(1 + x[0, 0].detach())
-        return y
-
-
-def x(rank: int) -> Tensor:
-    return torch.full((3, 4), float(rank))
 
 
 @pytest.mark.parametrize("reassign", [False, True], ids=["in place", "reassigned"])
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 def test_before_every_forward_they_are_those_of_rank_0(reassign: bool, kind: str) -> None:
     def rank_main(group: Group) -> list[Any]:
-        ddp = DDP(Counter(group.rank, reassign=reassign), process_group=group)
+        ddp = DDP(models.Counter(group.rank, reassign=reassign), process_group=group)
         seen = []
         for _ in range(3):
-            ddp(x(group.rank)).sum().backward()
+            ddp(torch.full((3, 4), float(group.rank))).sum().backward()
             seen.append(ddp.module.seen.tolist())
         return [ddp.module.count.item(), seen]
 
@@ -255,17 +213,6 @@ with torch.random.fork_rng():
     SMALL_NET = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def descend(model: nn.Module, rank: int, steps: range) -> Tensor:
-    for step in steps:
-        model.zero_grad()
-        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + rank))
-        model(inputs).pow(2).sum().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.05 * p.grad  # type: ignore[operator]
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 def through_file(state: Any) -> Any:
     file = io.BytesIO()
     torch.save(state, file)
@@ -283,17 +230,17 @@ def test_hook_state_under_torchs_own_ddp(torch_world: Callable[..., Any]) -> Non
 
         with torch_world(group, "gloo"):
             whole, hook = make()
-            descend(whole, group.rank, range(4))
+            models.train(whole, group.rank, range(4))
             state = through_file({"model": whole.state_dict(), "hook": hook.hook_state_dict()})
             assert state["hook"]["step"] == 4
             assert sorted(state["hook"]["state"]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
-            expected = descend(whole, group.rank, range(4, 7))
+            expected = models.train(whole, group.rank, range(4, 7))
             other, again = make()
             other.load_state_dict(state["model"])
             again.load_hook_state_dict(state["hook"])
             with pytest.raises(HookError, match=r"and the model now has mean\(\)"):
                 as_torch_hook(mean(), group).load_hook_state_dict(state["hook"])
-            resumed = descend(other, group.rank, range(4, 7))
+            resumed = models.train(other, group.rank, range(4, 7))
             del whole, other, hook, again
         return expected, resumed
 
@@ -309,7 +256,8 @@ def test_a_copy_keeps_mixed_precision_hook_state_and_weight(torch_world: Callabl
     def rank_main(group: Group) -> None:
         with torch_world(group, "gloo"):
             ddp = DDP(
-                models.mlp(), mixed_precision=SimpleNamespace(param_dtype=BF16, reduce_dtype=FP32, buffer_dtype=None)
+                models.mlp(seed=0),
+                mixed_precision=SimpleNamespace(param_dtype=BF16, reduce_dtype=FP32, buffer_dtype=None),
             )
             ddp.set_hook(chain(error_feedback(), top_k(ratio=0.1)))
             ddp.replica.weight = 3.0

@@ -60,9 +60,6 @@ def die(group: Group) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# -- results -------------------------------------------------------------------------------------------------------------
-
-
 def test_kinds_are_a_table() -> None:
     assert {"threads", "gloo"} <= set(kinds())
     with pytest.raises(UsageError, match=r"'carrier-pigeon'.*Known kinds: threads, shared_memory"):
@@ -122,9 +119,6 @@ def test_arguments_are_checked(n: int, timeout: float, lost: tuple[int, ...]) ->
 def test_threads_cannot_be_lost() -> None:
     with pytest.raises(UsageError, match=r"cannot die alone. Use shared_memory or hierarchical or gloo"):
         run_ranks(offset_rank, 2, lost=(1,))
-
-
-# -- failures ------------------------------------------------------------------------------------------------------------
 
 
 @every_kind
@@ -273,9 +267,6 @@ def test_which_failure_is_raised(outcomes: list[RankResult], wanted: type[Except
     assert len(others) == len(failures) - 1
 
 
-# -- deaths --------------------------------------------------------------------------------------------------------------
-
-
 def test_a_rank_that_dies_is_peer_lost_and_is_replaced() -> None:
     before = run_ranks(my_pid, 2, kind="gloo")
 
@@ -337,9 +328,6 @@ def test_a_lost_rank_that_lives_fails_the_run() -> None:
     assert time.monotonic() - started < 100
 
 
-# -- time-outs -----------------------------------------------------------------------------------------------------------
-
-
 @every_kind
 def test_a_time_out_names_the_ranks_and_shows_their_stacks(kind: str) -> None:
     def linger_here(group: Group) -> None:
@@ -372,9 +360,6 @@ def test_a_rank_that_does_not_stop_after_a_failure_is_killed() -> None:
         run_ranks(ignore_the_abort, 2, kind="gloo")
     note = next(note for note in caught.value.__notes__ if "did not finish and was stopped" in note)
     assert "in ignore_the_abort" in note
-
-
-# -- leftovers of a rank -------------------------------------------------------------------------------------------------
 
 
 def test_a_leak_on_a_rank_is_a_failure_and_its_process_is_replaced() -> None:
@@ -416,9 +401,6 @@ def test_a_leak_after_a_failure_is_a_note() -> None:
     with pytest.raises(LocalError, match="first") as caught:
         run_ranks(leak_and_fail, 1, kind="gloo")
     assert any("and then: InternalError" in note and "file descriptor" in note for note in caught.value.__notes__)
-
-
-# -- the pool ------------------------------------------------------------------------------------------------------------
 
 
 def test_workers_stay_warm_while_the_world_grows_and_shrinks() -> None:
@@ -519,9 +501,6 @@ def test_no_worker_outlives_its_parent(
     assert len(pids) == 2
     for pid in pids:
         wait_for_exit(pid, limit=20)
-
-
-# -- what is sent how ----------------------------------------------------------------------------------------------------
 
 
 def test_helper_modules_travel_by_value(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:

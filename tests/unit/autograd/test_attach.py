@@ -25,9 +25,6 @@ def say(log: list[str], word: str) -> Any:
     return lambda *args: log.append(word)
 
 
-# ---------------------------------------------------------------- when and in which order
-
-
 @pytest.mark.parametrize("early_node_hook", [True, False])
 def test_order_at_a_leaf(api: Any, accumulator: Any, early_node_hook: bool) -> None:
     """on_grad runs before before_node, whichever was registered first."""
@@ -182,9 +179,6 @@ def test_sparse_gradients_pass(api: Any) -> None:
     assert table.weight.grad.to_dense().tolist() == [[0, 0], [3, 3], [0, 0], [0, 0]]
 
 
-# ---------------------------------------------------------------- where gradwire is better
-
-
 def test_a_plain_tuple_after_a_tuple_subclass(outcomes: Any) -> None:
     """torch compares exactly one tuple with a whole namedtuple and fails."""
     pair = collections.namedtuple("pair", "only")
@@ -242,9 +236,6 @@ def test_a_tensor_is_needed(register: Any, target: Any) -> None:
 def test_a_node_is_needed(register: Any, target: Any) -> None:
     with pytest.raises(UsageTypeError, match=r"not a node.*grad_fn"):
         register(target, print)
-
-
-# ---------------------------------------------------------------- registration by name
 
 
 class Block(nn.Module):
@@ -364,9 +355,6 @@ def test_the_handle_is_a_context_manager() -> None:
         backward(model)
     backward(model)
     assert len(calls) == 4
-
-
-# ---------------------------------------------------------------- copies
 
 
 def hooked(api: Any) -> nn.Module:

@@ -1,7 +1,5 @@
 """`gradwire report`: a page or a text of a run, in whatever state its ranks are."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -133,9 +133,6 @@ def test_sparse_sums(op: ReduceOp) -> None:
     assert torch.equal(got.to_dense(), want)
 
 
-# -- whole collectives, over lists of Python numbers ---------------------------------------------------------------------
-
-
 def numbered(world: int, length: int, dtype: torch.dtype) -> list[Tensor]:
     """One tensor per rank, all values different where the dtype has room."""
     return [torch.arange(rank * length, (rank + 1) * length).to(dtype) for rank in range(world)]

@@ -48,9 +48,6 @@ def test_a_name_by_default(group: ByHand) -> None:
     other.close()
 
 
-# -- begin ---------------------------------------------------------------------------------------------------------------
-
-
 def test_begin_numbers_checks_and_enters(group: ByHand) -> None:
     first, second = group.submit(build.barrier()), group.submit(build.barrier())
     assert (first.seq, second.seq) == (0, 1)
@@ -88,9 +85,6 @@ def test_an_operation_begun_while_the_group_is_aborted_fails() -> None:
     group.close()
 
 
-# -- completion hooks through the group ----------------------------------------------------------------------------------
-
-
 def test_a_hooks_error_does_not_refuse_a_submit_and_comes_out_of_the_wait(group: ByHand) -> None:
     def bad(info: object) -> None:
         raise KeyError("boom")
@@ -107,9 +101,6 @@ def test_a_hooks_error_does_not_refuse_a_submit_and_comes_out_of_the_wait(group:
         work.wait()
     assert isinstance(caught.value.__cause__, KeyError)
     assert work.wait()
-
-
-# -- splitting -----------------------------------------------------------------------------------------------------------
 
 
 class Splits(ByHand):
@@ -150,9 +141,6 @@ def test_a_refused_split_does_not_put_the_names_of_later_ones_out_of_step() -> N
 def test_a_group_that_makes_no_subgroups_says_what_to_override(group: ByHand) -> None:
     with pytest.raises(UsageError, match=r"ByHand does not make subgroups.*subgroup"):
         group.subgroup([0], name="x")
-
-
-# -- endings -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_failure_stays() -> None:

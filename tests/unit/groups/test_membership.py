@@ -80,9 +80,6 @@ def test_operations_that_finish_at_once_are_not_written(monkeypatch: pytest.Monk
     assert other.peers.members[0].joined == 100
 
 
-# -- groups over one process group -----------------------------------------------------------------------------------------
-
-
 class Rank:
     """One rank's process group, and the groups that it has opened over it."""
 

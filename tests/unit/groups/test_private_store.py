@@ -35,9 +35,6 @@ def other(store: PrivateStore) -> Iterator[PrivateStore]:
         yield opened
 
 
-# -- torch's interface -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wrap", [lambda store: store, lambda store: PrefixStore("p", PrefixStore("q", store))])
 def test_it_does_what_torchs_stores_do(
     wrap: Callable[[PrivateStore], PrivateStore], store: PrivateStore, other: PrivateStore
@@ -112,9 +109,6 @@ def test_only_bytes_and_text_are_values(value: object, store: PrivateStore) -> N
     with pytest.raises(TypeError, match="a bytes-like object is required"):
         store.set("key", value)  # type: ignore[arg-type]
     assert not store.check(["key"])
-
-
-# -- who may open it -------------------------------------------------------------------------------------------------------
 
 
 def test_the_file_is_this_users_alone(store: PrivateStore) -> None:
@@ -228,9 +222,6 @@ def test_close_does_not_wait_for_its_own_thread(store: PrivateStore) -> None:
     assert fd not in open_descriptors()
     with pytest.raises(DistStoreError, match="is closed"):
         store.set("a", "")
-
-
-# -- processes that end, stop and fork ---------------------------------------------------------------------------------------
 
 
 def test_a_writer_that_is_stopped_holds_nobody_for_long(

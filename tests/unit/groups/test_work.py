@@ -173,9 +173,6 @@ def test_source_rank() -> None:
             make(op).source_rank()
 
 
-# -- futures and callbacks -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("early", [True, False])
 def test_a_failed_operations_future_raises_its_error(early: bool) -> None:
     work = make()

@@ -29,9 +29,6 @@ def bucket_of(*tensors: Tensor, is_last: bool = False) -> GradBucket:
     return GradBucket(spec, torch.arange(float(spec.numel)), list(tensors), is_last=is_last)
 
 
-# -- views ---------------------------------------------------------------------------------------------------------------
-
-
 def test_offsets_follow_each_other() -> None:
     spec = spec_of(torch.zeros(2, 3), torch.zeros(()), torch.zeros(0), torch.zeros(4))
     assert spec.numels == (6, 1, 0, 4)
@@ -81,9 +78,6 @@ def test_views_of_a_part_of_a_larger_tensor_stay_in_that_part() -> None:
 def test_str_of_a_spec_lists_its_first_parameters() -> None:
     assert str(spec_of(torch.zeros(1), torch.zeros(1), index=3)) == "bucket 3 (parameters p0, p1)"
     assert str(spec_of(*[torch.zeros(1)] * 6)) == "bucket 0 (parameters p0, p1, p2, p3 and 2 more)"
-
-
-# -- GradBucket ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_methods_of_torchs_class() -> None:

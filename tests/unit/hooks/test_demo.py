@@ -14,8 +14,6 @@ from gradwire.optim import SignSGD
 from gradwire.testing import simulate
 from helpers.buckets import bucket, gradients, steps
 
-# -- the transform -------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("length", [1, 2, 5, 64])
 def test_the_cosines_are_an_orthonormal_basis(length: int) -> None:
@@ -46,9 +44,6 @@ def test_tiles_cover_a_parameter(shape: tuple[int, ...]) -> None:
 def test_no_more_than_a_row_of_padding() -> None:
     tiling = Tiling.of((65, 129), 64, 32)
     assert (tiling.height, tiling.width, tiling.across) == (33, 43, (2, 3))
-
-
-# -- the hook ------------------------------------------------------------------------------------------------------------
 
 
 def test_as_in_the_paper() -> None:
@@ -143,9 +138,6 @@ def test_frequencies_of_float16_gradients_do_not_overflow_on_the_wire(values: to
 def test_refused(build: Any, words: str) -> None:
     with pytest.raises((UsageError, UsageTypeError), match=words):
         build()
-
-
-# -- the optimizer -------------------------------------------------------------------------------------------------------
 
 
 def parameter(value: Tensor, grad: Tensor | None) -> torch.nn.Parameter:

@@ -21,9 +21,6 @@ def average(values: list[Tensor]) -> Tensor:
     return torch.stack(values).mean(0)
 
 
-# -- mean ----------------------------------------------------------------------------------------------------------------
-
-
 @given(ranks=st.integers(1, 5), numel=st.sampled_from([0, 1, 3, 17]), donated=st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_mean_is_the_mean_on_every_rank(ranks: int, numel: int, donated: bool) -> None:
@@ -50,9 +47,6 @@ def test_mean_of_complex_and_of_sparse_gradients() -> None:
     assert torch.equal(done.reduced[0].value.to_dense(), torch.eye(3)[:, :2] * 1.5)
 
 
-# -- reduce_scatter_mean -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("numel", [0, 1, 6, 7])
 @pytest.mark.parametrize("donated", [False, True])
 def test_reduce_scatter_mean_is_the_mean_in_two_halves(numel: int, donated: bool) -> None:
@@ -62,9 +56,6 @@ def test_reduce_scatter_mean_is_the_mean_in_two_halves(numel: int, donated: bool
         torch.testing.assert_close(value, average(brought))
     assert [e.op.kind.value for e in done.exchanges] == ["reduce_scatter_tensor", "all_gather_into_tensor"]
     assert done.wire_bytes == 2 * 2 * -(-numel // 3) * 4
-
-
-# -- weighted mean -------------------------------------------------------------------------------------------------------
 
 
 @given(weights=st.lists(st.integers(0, 7), min_size=1, max_size=4), donated=st.booleans())
@@ -94,9 +85,6 @@ def test_weighted_mean_refuses_bad_weights() -> None:
         simulate(weighted_mean(), [torch.ones(1)], weights=[-1.0])
     with pytest.raises(UsageError, match=r"rank 0: weight nan"):
         simulate(weighted_mean(), [torch.ones(1)], weights=[float("nan")])
-
-
-# -- cast ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -149,9 +137,6 @@ def test_the_hook_inside_a_cast_sees_the_narrow_dtype() -> None:
 def test_a_cast_has_the_collectives_of_its_inner_hook() -> None:
     assert chain(cast(torch.bfloat16), mean()).collectives == 1
     assert chain(cast(torch.bfloat16), Remembers()).collectives is None
-
-
-# -- how they are built --------------------------------------------------------------------------------------------------
 
 
 def test_chain_puts_the_left_one_outermost() -> None:

@@ -31,9 +31,6 @@ HOSTS = {
 }
 
 
-# -- on simulated hosts ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
 @pytest.mark.parametrize("donated", [False, True])
 @pytest.mark.parametrize("divisor", [None, 1])
@@ -229,9 +226,6 @@ def test_only_carriers_communicate_with_other_hosts() -> None:
         simulate(odd, [torch.ones(1)] * 3, hosts=[[0, 1], [2]])
     with pytest.raises(UsageError, match="have 2 ranks. Pass one gradient per rank"):
         simulate(odd, [torch.ones(1)] * 3, hosts=[[0, 1]])
-
-
-# -- on groups ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrapper", [Recording, Verified, NanCheck])

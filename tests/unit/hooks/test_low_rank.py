@@ -11,8 +11,6 @@ from gradwire.hooks.numerics.orthogonal import cholesky_qr, multiply, orthonorma
 from gradwire.testing import simulate
 from helpers.buckets import bucket, gradients, steps
 
-# -- values ------------------------------------------------------------------------------------------------------------------
-
 
 def plainly(ms: list[Tensor], q: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Algorithm 1 of the paper on the matrices of all ranks: the value, the next Q, and what each rank sent."""
@@ -116,9 +114,6 @@ def test_complex_gradients_are_pairs(dtype: torch.dtype) -> None:
                 torch.testing.assert_close(done.reduced[0].value, sent)
 
 
-# -- what is kept ------------------------------------------------------------------------------------------------------------
-
-
 def test_all_ranks_and_all_buckets_start_with_the_same_q() -> None:
     one = power_sgd(2).save(power_sgd(2).init(bucket((20, 30), (30, 30), names=("a", "b"))), bucket())
     other = power_sgd(2).save(power_sgd(2).init(bucket((30, 30), (9,), names=("b", "c"))), bucket())
@@ -158,9 +153,6 @@ def test_without_a_warm_start_nothing_is_kept_and_every_step_draws_new_numbers()
     assert hook.save(hook.init(spec), spec) == {}
 
 
-# -- errors ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_non_finite_values_are_visible_and_not_kept(batched: bool, bad: float) -> None:
@@ -195,9 +187,6 @@ def test_tiny_gradients_of_a_narrow_dtype_do_not_vanish() -> None:
     assert list(steps(hook, lambda step: brought, 5, spec=spec))[-1].reduced[0].value.any()
 
 
-# -- what it computes with -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rank", [1, 2, 4, 32])
 @pytest.mark.parametrize("way", [orthonormal, cholesky_qr])
 def test_columns_are_orthonormal_for_any_condition_number(way: Any, rank: int) -> None:
@@ -226,9 +215,6 @@ def test_products_of_any_strides() -> None:
         for out in (torch.empty(4, 5), torch.empty(5, 4).mT):
             multiply([a], [b], [out])
             torch.testing.assert_close(out, a @ b)
-
-
-# -- error feedback works in place ---------------------------------------------------------------------------------------------
 
 
 class Passing(CommHook):

@@ -34,9 +34,6 @@ def average(values: Any) -> Tensor:
     return torch.stack([v.double() for v in values]).mean(0)
 
 
-# -- laws ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_reduce_obeys_the_laws_and_leaves_gradients_unchanged(name: str) -> None:
     hook = ALL[name]
@@ -120,9 +117,6 @@ def test_empty_buckets_zeros_and_non_finite_values(name: str) -> None:
     assert all(math.isfinite(p[1]) for p in bad)
 
 
-# -- values --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_diloco_is_torchs_sgd_on_the_mean_progress(nesterov: bool) -> None:
     hook = diloco(every=2, outer_lr=0.6, outer_momentum=0.8, nesterov=nesterov)
@@ -168,9 +162,6 @@ def test_streaming_mixes_in_the_ranks_own_parameters() -> None:
     assert [p.item() for p in done.parameters] == [0.75 * 4, 0.75 * 4 + 0.25 * 8]
 
 
-# -- when ----------------------------------------------------------------------------------------------------------------
-
-
 def due(hook: hooks.OuterHook, steps: int) -> list[tuple[int, ...]]:
     return [hook.due(step) for step in range(1, steps + 1)]
 
@@ -203,9 +194,6 @@ def test_parameters_are_split_into_fragments_of_about_the_same_size() -> None:
     assert [spec.index for _, spec, _ in pieces] == [0, 1, 2, 3, 4]
     small = cut(named[:8], 1, limit=80)
     assert [(f, spec.names) for f, spec, _ in small] == [(0, (f"p{i}", f"p{i + 1}")) for i in range(0, 8, 2)]
-
-
-# -- state ---------------------------------------------------------------------------------------------------------------
 
 
 TWO = bucket((4,), (3, 3), names="ab")
@@ -244,9 +232,6 @@ def test_a_new_parameter_is_its_own_anchor_and_a_new_rank_shares_the_anchor() ->
     assert torch.equal(fresh.anchor[:4], saved["a"]["anchor"])
     assert fresh.anchor[4:].tolist() == [7.0] * 9
     assert fresh.momentum[4:].tolist() == [0.0] * 9
-
-
-# -- refusals ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,6 @@ def naive(x: Tensor, bits: int, block: int = 256) -> Tensor:
     return torch.cat(pieces)
 
 
-# -- the codec -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_codes_are_the_nearest_level(bits: int, rows: int, way: str) -> None:
@@ -173,9 +170,6 @@ def test_the_device_kernels_can_be_imported_anywhere() -> None:
     assert callable(importlib.import_module("gradwire.hooks.compressors.quantized.kernels").quantize)
 
 
-# -- quantize ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_mean_of_codes_quantized_again(bits: int, ranks: int, way: str) -> None:
@@ -227,9 +221,6 @@ def test_it_averages_by_itself() -> None:
     assert chain(error_feedback(), quantize(8), mean()) == chain(error_feedback(), quantize(8))
 
 
-# -- bits by parameter ---------------------------------------------------------------------------------------------------
-
-
 def test_bits_by_parameter() -> None:
     spec = bucket((1000,), (10,), (500,), (6,), names=["a.weight", "a.bias", "b.weight", "b.bias"])
     hook = quantize({"*.bias": 8, "*": 2})
@@ -263,9 +254,6 @@ def test_the_first_pattern_wins_and_one_must_match() -> None:
     assert [s.bits for s in first.sections] == [2]
     with pytest.raises(UsageError, match=r"no pattern matches the parameter 'a\.weight'. Add a last one"):
         quantize({"*.bias": 8}).init(spec)
-
-
-# -- sign ----------------------------------------------------------------------------------------------------------------
 
 
 def two_parameters(ranks: int) -> tuple[BucketSpec, list[Tensor]]:
@@ -344,9 +332,6 @@ def test_zeros_of_one_bit_alternate_in_every_implementation(key: int | None) -> 
     part = part_of(64, 1, block=64)
     codes = encoded(eager, torch.zeros(64), part, 1, key)[0, :8]
     assert codes.tolist() == [255 if (j + (key or 0)) % 2 == 0 else 0 for j in range(8)]
-
-
-# -- refusals and reprs --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

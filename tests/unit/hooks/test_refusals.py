@@ -94,8 +94,6 @@ def test_refused_when_built(build: Callable[[], CommHook], words: str) -> None:
         build()
 
 
-# -- numbers and hooks of the wrong type -----------------------------------------------------------------------------------
-
 NEEDED: dict[str, dict[str, Any]] = {
     "add_noise": {"std": 1.0},
     "after": {"step": 1, "hook": mean()},
@@ -210,8 +208,6 @@ def test_what_is_not_yet_a_hook_is_refused_with_the_missing_call(hook: Any, word
         with pytest.raises(HookTypeError, match=r"torch_style.*A torch-style hook goes to register_comm_hook"):
             model.set_hook(torch_style)  # type: ignore[arg-type]
 
-
-# -- sparse gradients ------------------------------------------------------------------------------------------------------
 
 DENSE_ONLY = [
     *(

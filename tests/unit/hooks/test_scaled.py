@@ -15,9 +15,6 @@ FLOAT8 = [chain(scaled_cast(dtype), mean()) for dtype in (torch.float8_e4m3fn, t
 HOOKS = [HALF, chain(scaled_cast(torch.float16), reduce_scatter_mean()), *FLOAT8]
 
 
-# -- float16 -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [1e-40, 1e-30, 1e-6, 1.0, 1e6, 1e38])
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_half_keeps_its_precision_at_any_magnitude(size: float, ranks: int) -> None:
@@ -56,9 +53,6 @@ def test_complex_gradients_are_scaled_in_both_parts() -> None:
         assert done.wire_bytes == hook.wire_bytes(bucket((2,), dtype=torch.complex64), 2)
 
 
-# -- float8 --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("hook", FLOAT8, ids=repr)
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_float8_is_as_accurate_as_its_precision(hook: CommHook, size: float) -> None:
@@ -95,9 +89,6 @@ def test_buckets_of_zero_and_one_elements(hook: CommHook, numel: int) -> None:
     assert simulate(hook, [torch.zeros(numel)] * 3).reduced[0].value.tolist() == [0.0] * numel
 
 
-# -- scales --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_scales_are_powers_of_two(dtype: torch.dtype) -> None:
     exponents = torch.arange(-200, 200)
@@ -110,9 +101,6 @@ def test_scales_are_powers_of_two(dtype: torch.dtype) -> None:
     for magnitude in (1e-30, 0.5, 1.0, 3.0, 1e30):
         scaled = magnitude * scale_for(torch.tensor([magnitude], dtype=dtype), 15).item()
         assert 2**13 < scaled <= 2**15
-
-
-# -- how they are built --------------------------------------------------------------------------------------------------
 
 
 def test_refused_when_built() -> None:

@@ -44,9 +44,6 @@ def values_of(hook: CommHook, count: int, brought: Any = None) -> tuple[list[lis
     return [one.reduced[0].value.tolist() for one in done], done[-1].states
 
 
-# -- after -----------------------------------------------------------------------------------------------------------------
-
-
 def test_after_switches_once_and_counts_from_there() -> None:
     values, _ = values_of(after(2, Counting()), 5)
     assert values == [[2.0], [2.0], [0.0], [1.0], [2.0]]
@@ -76,9 +73,6 @@ def test_after_has_the_attributes_of_its_hooks() -> None:
     assert not after(3, HALF).remembers
     spec = bucket((8,))
     assert [after(2, HALF).wire_bytes(spec, 2, step) for step in range(4)] == [32, 32, 16, 16]
-
-
-# -- every -----------------------------------------------------------------------------------------------------------------
 
 
 def test_every_returns_the_mean_of_the_kept_sum() -> None:

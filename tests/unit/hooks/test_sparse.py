@@ -20,9 +20,6 @@ def keep_largest(grad: Tensor, k: int) -> Tensor:
     return torch.zeros_like(grad).index_copy(0, places, grad[places])
 
 
-# -- top_k ---------------------------------------------------------------------------------------------------------------
-
-
 def test_top_k_is_the_mean_of_each_ranks_largest() -> None:
     brought = gradients(3, 101)
     done = simulate(top_k(ratio=0.1), brought)
@@ -50,9 +47,6 @@ def test_both_parts_of_complex_gradients_are_candidates() -> None:
     assert done.wire_bytes == 2 * 8
 
 
-# -- threshold -----------------------------------------------------------------------------------------------------------
-
-
 def test_threshold_sends_lists_of_different_lengths() -> None:
     brought = [torch.tensor([1.0, -2.0, 0.5]), torch.tensor([0.1, 0.2, 0.3])]
     done = simulate(threshold(value=1.0), brought)
@@ -67,9 +61,6 @@ def test_threshold_sends_lists_of_different_lengths() -> None:
 def test_threshold_sends_no_zeros() -> None:
     done = simulate(threshold(relative=0.5), [torch.zeros(5), torch.zeros(5)])
     assert done.exchanges[1].nbytes == (0, 0)
-
-
-# -- random_k ------------------------------------------------------------------------------------------------------------
 
 
 def test_random_k_selects_the_same_elements_on_all_ranks_and_others_in_every_step() -> None:
@@ -117,9 +108,6 @@ class Stateful(CommHook):
 
     def __repr__(self) -> str:
         return "stateful()"
-
-
-# -- how they are built --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -101,9 +101,6 @@ def test_a_mixed_back_end_string_gives_gradwire_alone() -> None:
     assert isinstance(dist.group.WORLD, GradwireProcessGroup)
 
 
-# -- mistakes ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["gloo", "NCCL", "undefined"])
 def test_names_of_torch_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match="already has a backend of this name"):

@@ -148,9 +148,6 @@ def test_method(method: Callable[..., Any]) -> None:
         assert [t.tolist() for t in got] == expected
 
 
-# -- mistakes ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def alone() -> Any:
     (group,) = ThreadGroup.world(1, timeout=5.0)
@@ -238,9 +235,6 @@ def test_names_that_mean_a_c_plus_plus_engine(alone: GradwireProcessGroup, name:
 def test_only_groups_become_process_groups() -> None:
     with pytest.raises(UsageTypeError, match=r"as_process_group\(3\): not a gradwire Group"):
         as_process_group(3)  # type: ignore[arg-type]
-
-
-# -- back again ----------------------------------------------------------------------------------------------------------
 
 
 def test_back_to_the_same_group(alone: GradwireProcessGroup) -> None:

@@ -30,9 +30,6 @@ def on_threads(fn: Callable[[GradwireProcessGroup], Any], n: int = 3) -> list[An
     return run_ranks(lambda group: fn(as_process_group(group)), n)
 
 
-# -- names and abilities -------------------------------------------------------------------------------------------------
-
-
 def test_names(alone: GradwireProcessGroup) -> None:
     assert alone.name() == alone._get_backend_name() == "gradwire"
     assert (alone.group_name, alone.group_desc) == ("threads", "undefined")
@@ -76,9 +73,6 @@ def test_devices_are_those_of_the_machine() -> None:
     assert kinds == (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 
 
-# -- life ----------------------------------------------------------------------------------------------------------------
-
-
 def test_shutdown_closes_and_abort_aborts(alone: GradwireProcessGroup) -> None:
     alone.shutdown()
     alone.shutdown()
@@ -113,9 +107,6 @@ def test_the_python_half_must_be_kept(alone: GradwireProcessGroup) -> None:
         rest.allreduce([torch.ones(1)])
     with pytest.raises(RuntimeError, match="No backend type associated"):
         dist._broadcast_coalesced(rest, [torch.ones(1)], 1024, 0)
-
-
-# -- parts ---------------------------------------------------------------------------------------------------------------
 
 
 def test_split_group() -> None:
@@ -163,9 +154,6 @@ def test_members_are_fixed(alone: GradwireProcessGroup) -> None:
         alone.merge_remote_group(dist.HashStore(), 2, timedelta(seconds=1))
 
 
-# -- coalescing ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_coalesced_block_has_one_work() -> None:
     def scenario(pg: GradwireProcessGroup) -> Any:
         pg._start_coalescing(CPU)
@@ -183,9 +171,6 @@ def test_a_coalesced_block_has_one_work() -> None:
 def test_the_end_of_no_block(alone: GradwireProcessGroup) -> None:
     with pytest.raises(UsageError, match="no block was started"):
         alone._end_coalescing(CPU)
-
-
-# -- completion hooks and numbers ----------------------------------------------------------------------------------------
 
 
 def test_completion_hooks_get_c10ds_record(alone: GradwireProcessGroup) -> None:

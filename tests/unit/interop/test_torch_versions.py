@@ -65,9 +65,6 @@ def test_every_method_of_torchs_work_is_ours_or_inherited_for_a_reason() -> None
     assert inherited(TorchWork, dist.Work) <= set(WORK_INHERITED)
 
 
-# -- what came with torch 2.15, here on every version --------------------------------------------------------------------
-
-
 @pytest.fixture
 def alone() -> Iterator[GradwireProcessGroup]:
     (group,) = ThreadGroup.world(1, timeout=5.0)

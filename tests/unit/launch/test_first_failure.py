@@ -1,7 +1,5 @@
 """Which rank failed first, and what the last line states about it."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire.errors import (

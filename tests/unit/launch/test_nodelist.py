@@ -1,7 +1,5 @@
 """The first host of SLURM's lists of hosts."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """What the launcher does when ranks end and signals arrive: a table, without processes and clocks."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import replace
 from signal import SIGHUP, SIGINT, SIGKILL, SIGPIPE, SIGTERM, SIGUSR1

@@ -2,7 +2,6 @@
 
 import socket
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -207,16 +206,6 @@ def test_arriving_names_who_is_missing(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_all_have_come():
-    store = HashStore()
-    threads = [threading.Thread(target=arrive, args=(store, world(r, 3)), kwargs={"timeout": 10}) for r in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    assert store.get("complete") == b""
-
-
 def test_a_rank_that_timed_out_may_come_again():
     store = PrefixStore("x", HashStore())
     for _ in range(2):
@@ -253,9 +242,6 @@ def test_a_host_that_is_gone_is_no_reason_to_complain(capfd):
     say_goodbye(guest, world(1), patience=1)
     with pytest.raises(RuntimeError):  # the host is gone, and a rank that still uses the store is told
         guest.add("left", 0)
-
-
-# -- over MPI --------------------------------------------------------------------------------------------------------------
 
 
 class Comm:

@@ -1,7 +1,5 @@
 """Which rank of which world a process is, by its environment alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire.errors import UsageError
@@ -127,9 +125,6 @@ def test_the_shell_of_sbatch_or_salloc_is_alone(step):
     assert find_world(environ).launcher is Launcher.NONE
 
 
-# -- launchers inside launchers --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("environ", "launcher"),
     [
@@ -147,9 +142,6 @@ def test_the_shell_of_sbatch_or_salloc_is_alone(step):
 )
 def test_the_inner_launcher_counts(environ, launcher):
     assert find_world(environ).launcher is launcher
-
-
-# -- what is wrong ---------------------------------------------------------------------------------------------------------
 
 
 def without(environ: dict[str, str], name: str) -> dict[str, str]:

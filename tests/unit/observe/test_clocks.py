@@ -98,8 +98,6 @@ def test_messages_in_one_direction_correct_the_wall_clock(record, ring):
     assert align(rings)["b"].error == -1
 
 
-# -- drift -------------------------------------------------------------------------------------------------------------
-
 S = 1_000_000_000
 HOUR = 3600 * S
 

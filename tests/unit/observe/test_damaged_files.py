@@ -1,7 +1,5 @@
 """Files of a recorder that are cut, or whose header is damaged: no command fails, and a file that cannot be read is named."""
 
-from __future__ import annotations
-
 import random
 import warnings
 

@@ -1,7 +1,5 @@
 """Hangs of real processes, seen from outside."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """How a run has ended: what the launcher saves, and what can be read."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

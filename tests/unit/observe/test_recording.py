@@ -1,7 +1,5 @@
 """Starting and stopping the recorder, and what models and groups write into it."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

@@ -1,7 +1,5 @@
 """Hangs of scripts that keep torch's DDP: which ranks wait, and which one they wait for."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire.observe.hangs.analysis import Cause

@@ -1,7 +1,5 @@
 """Stragglers of a run that goes on, and of one that was recorded."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire import observe

@@ -1,7 +1,5 @@
 """Which rank is slow, in which phase, and what a step takes without that."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import replace
 

@@ -14,25 +14,7 @@ from gradwire.parallel import Replica, replicate
 from gradwire.parallel.replica import ReplicaPolicies
 from gradwire.policies import Buffers
 from gradwire.testing import run_ranks
-
-
-class Counter(nn.Module):
-    """A layer with a buffer that every rank changes differently."""
-
-    def __init__(self, rank: int, *, reassign: bool = False) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-        self.reassign = reassign
-        self.register_buffer("seen", torch.full((2,), float(rank)))
-        self.register_buffer("count", torch.tensor(rank))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x) + self.seen
-        if self.reassign:
-            self.seen = self.seen + 1 + x[0, 0].detach()
-        else:
-            self.seen.add_(1 + x[0, 0].detach())
-        return y
+from helpers.models import Counter
 
 
 def x(rank: int) -> Tensor:
@@ -122,9 +104,6 @@ def test_ranks_agree_on_batch_norm_statistics_after_a_forward_of_rank_0(local_me
 
     a, b = run_ranks(rank_main, 2)
     assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
-
-
-# -- hooks of one's own ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("location", [None, "PRE_FORWARD", "POST_FORWARD"])

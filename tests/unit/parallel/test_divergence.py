@@ -19,6 +19,7 @@ from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import Divergence
 from gradwire.testing import run_ranks
+from helpers.models import flip
 
 
 def model() -> nn.Module:
@@ -27,14 +28,6 @@ def model() -> nn.Module:
 
 
 START = model()
-
-
-def flip(t: Tensor, byte: int = 0, bit: int = 0) -> None:
-    """Flip one bit of a tensor, in place, whatever its strides."""
-    with torch.no_grad():
-        flat = t.detach().contiguous().reshape(-1)
-        flat.view(torch.uint8)[byte] ^= 1 << bit
-        t.copy_(flat.reshape(t.shape))
 
 
 def raised(check: DivergenceCheck) -> ReplicasDiverged:

@@ -190,9 +190,6 @@ def test_layers_without_elements(assert_same_as_alone: Callable[..., None]) -> N
     assert_same_as_alone(Hollow, lambda m, rank, step: m(inputs(rank, step)), gradient_as_bucket_view=True)
 
 
-# -- checkpoints -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("flags", [{}, {"static_graph": True}, {"bucket_cap_mb": SMALL}], ids=str)
 def test_checkpoint(assert_same_as_alone: Callable[..., None], reentrant: bool, flags: dict[str, Any]) -> None:
@@ -220,9 +217,6 @@ def test_one_part_checkpointed_twice_reentrantly_is_ready_twice() -> None:
 
     (said,) = run_ranks(rank_main, 1)
     assert "with name middle.0." in said
-
-
-# -- unused parameters -----------------------------------------------------------------------------------------------------
 
 
 def test_unused_here_but_used_elsewhere_gets_the_mean(assert_same_as_alone: Callable[..., None]) -> None:
@@ -304,9 +298,6 @@ def test_a_static_graph_that_changes_is_an_error() -> None:
             ddp(inputs(0), "ab")
 
     run_ranks(rank_main, 1)
-
-
-# -- several backwards -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags", FLAGS[:3], ids=lambda flags: " ".join(flags) or "plain")

@@ -41,9 +41,6 @@ def ddp() -> Any:
     group.close()
 
 
-# -- what is taken -----------------------------------------------------------------------------------------------------------
-
-
 def plain(state: Any, bucket: Any) -> Any:
     state.append(bucket.index())
     return done(bucket.buffer() * 2)
@@ -161,9 +158,6 @@ def test_a_bucket_may_be_kept_and_its_buffer_exchanged(ddp: DDP) -> None:
     assert ddp.module[0].weight.grad.dtype == torch.float32
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------------------
-
-
 def bad_bucket(state: Any, bucket: int) -> Any: ...
 
 
@@ -233,9 +227,6 @@ def test_a_state_is_freed_with_the_model(group: Group) -> None:
     assert weak() is not None
     del model
     assert weak() is None
-
-
-# -- set_hook ----------------------------------------------------------------------------------------------------------------
 
 
 class Doubles(CommHook):
@@ -341,9 +332,6 @@ def test_a_hook_registered_after_some_steps_starts_with_states_of_its_own(ddp: D
     for _ in range(2):
         ddp(inputs(0)).sum().backward()
     assert ddp.replica.reducer.steps == 5
-
-
-# -- scale check -------------------------------------------------------------------------------------------------------------
 
 
 class Sums(CommHook):

@@ -144,9 +144,6 @@ def test_a_model_dropped_between_forward_and_backward_does_no_harm() -> None:
         loss.backward()
 
 
-# -- hundreds of steps ---------------------------------------------------------------------------------------------------------
-
-
 def small_on_the_lane(group: Group) -> nn.Module:
     model = nn.Linear(4, 2)
     replicate(model, group=group, hook=Laned(), graph=Graph.STATIC)

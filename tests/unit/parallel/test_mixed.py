@@ -1,7 +1,5 @@
 """Mixed precision, over torch's flags: full-precision parameters and gradients around a forward in low precision."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable

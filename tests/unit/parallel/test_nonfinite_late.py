@@ -167,22 +167,6 @@ def test_a_hook_that_may_hide_a_nan_is_waited_for() -> None:
     run_ranks(rank_main, 2)
 
 
-@pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_bad_steps_in_a_row() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-        optimizer = attached(ddp, fused(ddp))
-        for number in range(12):
-            optimizer.zero_grad()
-            before = [p.detach().clone() for p in ddp.parameters()]
-            bad = number in (2, 3, 4, 7, 9)
-            step(ddp, group.rank, number, math.nan if bad and group.rank == number % 2 else 1.0)
-            optimizer.step()
-            assert any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)) == (not bad)
-
-    run_ranks(rank_main, 2)
-
-
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 @pytest.mark.filterwarnings("ignore:averaging gradients")
 def test_a_loop_that_does_not_zero_gradients_goes_on_after_a_skipped_step(flags: Any) -> None:
@@ -205,16 +189,6 @@ def test_a_loop_that_does_not_zero_gradients_goes_on_after_a_skipped_step(flags:
         assert all_finite(ddp)
 
     run_ranks(rank_main, 2)
-
-
-@pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_finish_checks_leaves_no_gradients_of_a_skipped_step(group: Group) -> None:
-    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-    optimizer = attached(ddp, fused(ddp))
-    train_until(ddp, optimizer, bad=3)
-    optimizer.step()
-    ddp.finish_checks()
-    assert all(p.grad is None for p in ddp.parameters())
 
 
 @pytest.mark.parametrize("how", ["set_hook", "load_hook_state_dict"])

@@ -23,9 +23,6 @@ from helpers.models import inputs, mlp
 SMALL = 0.0001
 
 
-# -- accumulation ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("form", ["ddp", "replicate"])
 def test_no_sync_accumulates_to_the_gradient_of_the_big_batch(views: bool, form: str) -> None:
@@ -69,9 +66,6 @@ def test_no_sync_sends_nothing_and_can_be_nested() -> None:
         assert len(group.submitted) == before + 1
 
     run_ranks(rank_main, 2, wrap=Recording)
-
-
-# -- kinds of parameters -----------------------------------------------------------------------------------------------------
 
 
 def test_ignored_parameters_and_buffers_are_left_to_the_caller() -> None:
@@ -135,9 +129,6 @@ def test_channels_last_gradients_keep_their_strides(views: bool) -> None:
     run_ranks(rank_main, 2)
 
 
-# -- outputs -----------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Answer:
     logits: Tensor
@@ -195,9 +186,6 @@ def test_a_loss_in_place_on_the_output(group: Group, graph: Graph) -> None:
     replica.detach()
 
 
-# -- autograd --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 def test_create_graph(views: bool) -> None:
     """A gradient penalty: backward through a backward."""
@@ -240,9 +228,6 @@ def test_autograd_grad_leaves_the_reducer_alone(group: Group) -> None:
     assert ddp.replica.reducer.steps == 1
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------------
-
-
 def test_the_weighted_mean_is_the_gradient_over_the_union_of_unequal_batches() -> None:
     torch.manual_seed(0)
     model, rows = mlp(hidden=2), [1, 5, 2]
@@ -262,9 +247,6 @@ def test_the_weighted_mean_is_the_gradient_over_the_union_of_unequal_batches() -
     for grads in run_ranks(rank_main, 3):
         for ours, p in zip(grads, model.parameters(), strict=True):
             torch.testing.assert_close(ours, p.grad)
-
-
-# -- construction and events -----------------------------------------------------------------------------------------------
 
 
 def test_ranks_with_other_models_hear_it_at_construction() -> None:

@@ -1,7 +1,5 @@
 """The performer, with a launcher of the test's own: when gradients are touched, when buckets are rebuilt, what a failure leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -40,9 +40,6 @@ def on_ranks(fn: Any, n: int = 2, **named: Any) -> list[Any]:
     return run_ranks(fn, n, kind="mpi", **named)
 
 
-# -- without MPI ---------------------------------------------------------------------------------------------------------
-
-
 def test_without_mpi4py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
@@ -115,9 +112,6 @@ def test_who_did_not_come_to_the_store_is_named() -> None:
     with pytest.raises(CollectiveTimeout, match=r"making it: ranks \[1, 3\] did not arrive") as caught:
         world_ranks(Rendezvous(store, 0, 4, timeout=0.05, who="making it"), 0, 4, what="making it")
     assert (caught.value.joined, caught.value.missing) == ((0, 2), (1, 3))
-
-
-# -- what is moved -------------------------------------------------------------------------------------------------------
 
 
 @needs_mpi
@@ -289,9 +283,6 @@ def test_a_receive_that_mpi_cannot_look_for_is_over() -> None:
     assert str(pending.error) == "gone"
 
 
-# -- mistakes ------------------------------------------------------------------------------------------------------------
-
-
 @needs_mpi
 def test_mistakes() -> None:
     def rank_main(group: Group) -> None:
@@ -309,9 +300,6 @@ def test_mistakes() -> None:
         group.barrier()
 
     on_ranks(rank_main)
-
-
-# -- who is in it --------------------------------------------------------------------------------------------------------
 
 
 @needs_mpi
@@ -387,9 +375,6 @@ def test_a_dropped_group_ends_its_threads() -> None:
         assert not [t for t in threading.enumerate() if name in t.name]
 
     on_ranks(rank_main)
-
-
-# -- what goes wrong -----------------------------------------------------------------------------------------------------
 
 
 @needs_mpi

@@ -65,9 +65,6 @@ class Once:
         return self.fn(*args, **kwargs)
 
 
-# -- a program that ends in the middle on one rank ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["run", "submit"])
 @pytest.mark.parametrize("where", ["before the announcement", "after it"])
 def test_a_local_failure_in_the_middle_is_told_to_the_others(world: Any, everywhere: Any, how: str, where: str) -> None:
@@ -182,9 +179,6 @@ def test_sparse_tensors_of_other_dimensions_leave_nobody_waiting(world: Any, eve
     recovered(groups, everywhere)
 
 
-# -- errors that leave ranks in step ------------------------------------------------------------------------------------
-
-
 def test_sizes_that_do_not_fit_on_one_rank_leave_all_in_step(world: Any, everywhere: Any) -> None:
     """Small, through the staging buffers, and from the heap; only rank 1 expects other sizes than it gets."""
     groups = world(3)
@@ -240,9 +234,6 @@ def test_mismatches_by_every_way_leave_all_in_step(world: Any, everywhere: Any) 
     for found in everywhere(groups, disagree):
         assert [type(error) for error in found] == [CollectiveMismatch] * len(pairs)
     works(groups, everywhere)
-
-
-# -- recovery ------------------------------------------------------------------------------------------------------------
 
 
 def test_recovery_after_every_kind_of_failure_again_and_again(world: Any, everywhere: Any) -> None:
@@ -351,9 +342,6 @@ def test_what_was_in_flight_does_not_reach_the_recovered_group(world: Any, every
     gc.collect()
     again = [groups[0].allocate(LARGE) for _ in range(5)]
     assert place in [t.data_ptr() for t in again]
-
-
-# -- threads -------------------------------------------------------------------------------------------------------------
 
 
 def test_submits_of_a_second_thread_while_the_first_drives(world: Any, everywhere: Any) -> None:
@@ -490,9 +478,6 @@ def test_a_callback_that_submits(world: Any, everywhere: Any) -> None:
         return values
 
     assert everywhere(groups, use) == [[2.0] * 6] * 2
-
-
-# -- the end --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_left_is_missed_only_by_who_waits_for_it(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:

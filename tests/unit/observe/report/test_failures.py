@@ -1,7 +1,5 @@
 """Which failures belong together."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire.observe.report.failures import find_failures

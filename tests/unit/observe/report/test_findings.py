@@ -1,7 +1,5 @@
 """What a report warns of."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

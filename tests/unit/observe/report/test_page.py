@@ -1,7 +1,5 @@
 """The page and the text: what is in them, that they are escaped and small, and how Chromium shows the page."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -147,8 +145,6 @@ def test_what_is_read_from_a_directory(tmp_path):
     assert list(report.damaged) == ["rank-7.ring"]
     assert len(report.timelines[0].rows) == 2
 
-
-# -- Chromium ----------------------------------------------------------------------------------------------------------
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

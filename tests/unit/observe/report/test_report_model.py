@@ -1,7 +1,5 @@
 """The model of a report, from rings that are made up."""
 
-from __future__ import annotations
-
 import pytest
 
 from gradwire.observe.report.findings import find
