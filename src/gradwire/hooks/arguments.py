@@ -17,12 +17,7 @@ from gradwire.hooks.base import CommHook, Stage, Trait
 
 
 class NamedStage:
-    """A stage whose repr is the call that made it.
-
-    >>> from gradwire.hooks import error_feedback
-    >>> error_feedback()
-    error_feedback()
-    """
+    """A stage whose repr is the call that made it."""
 
     def __init__(self, call: str, stage: Stage) -> None:
         self._call = call

@@ -53,11 +53,9 @@ class Composite(CommHook):
         return max((part.error(spec) for part in self.parts.values()), default=CommHook.error(self, spec))
 
     def save_parts(self, state: Mapping[str, Any], spec: BucketSpec) -> dict[str, dict[str, Any]]:
-        """What each part that has a state saves, by part."""
         return {name: part.save(state[name], spec) for name, part in self.parts.items() if name in state}
 
     def shared_parts(self, saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """What each part shares of what it saved, by part."""
         return {name: part.shared(pick(saved, name)) for name, part in self.parts.items()}
 
     def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:

@@ -31,7 +31,6 @@ class NamedHook:
 
 
 def _with_feedback(make: Callable[..., CommHook], **settings: Any) -> Callable[[], CommHook]:
-    """With error feedback, unless the hook keeps a residual itself."""
 
     def build() -> CommHook:
         hook = make(**settings)

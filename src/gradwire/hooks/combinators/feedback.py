@@ -63,7 +63,6 @@ class ErrorFeedback(Composite, Wrapped):
         return Reduced(value, sent)
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """The residual. The inner hook owes nothing."""
         return pick(saved, "residual")
 
 

@@ -89,7 +89,6 @@ class Partition(Composite):
         return {str(i): hook for i, (_, hook) in enumerate(self.rules)}
 
     def divide(self, spec: BucketSpec) -> list[_Part]:
-        """The parts of a bucket that have parameters, in the order of the rules."""
         members: list[list[int]] = [[] for _ in self.rules]
         for i, (name, shape) in enumerate(zip(spec.names, spec.shapes, strict=True)):
             matching = (rule for rule, (matches, _) in enumerate(self.rules) if matches(name, shape, spec.dtype))
@@ -165,7 +164,6 @@ def _ruled(states: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
 
 
 def _of_rule(rule: int, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved states that belong to the rule's hook."""
     return {name: one["state"] for name, one in saved.items() if one["rule"] == rule}
 
 

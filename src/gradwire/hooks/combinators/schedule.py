@@ -20,8 +20,6 @@ from gradwire.hooks.state import add_owed, bundle, pick
 
 
 class _ByStep(Composite):
-    """One of the parts in each step."""
-
     @abstractmethod
     def at(self, step: int) -> tuple[str, int]:
         """The part that reduces in this step, and how many steps it has had before."""
@@ -56,7 +54,6 @@ class After(_ByStep):
         return ("before", step) if step < self.step else ("hook", step - self.step)
 
     def init(self, spec: BucketSpec) -> dict[str, Any]:
-        """The state of the earlier hook; that of the later one is made in its first step."""
         return {"before": self.before.init(spec)}
 
     def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:

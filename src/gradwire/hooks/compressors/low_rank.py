@@ -47,7 +47,6 @@ class _Plan:
     by_rows: tuple[_Matrix, ...]
     by_cols: tuple[_Matrix, ...]
     rest: Slices
-    """What is sent uncompressed."""
     numel: int
     """The bucket's elements, including padding."""
 
@@ -60,7 +59,6 @@ class _Plan:
         return [flat.as_strided((m.rows, m.cols), (m.cols, 1), flat.storage_offset() + m.offset) for m in self.by_rows]
 
     def batches(self, flat: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        """Consecutive factors of these lengths, as one batch per length."""
         found, at = [], 0
         for length in dict.fromkeys(lengths):
             times = lengths.count(length)
@@ -93,7 +91,6 @@ def _by_layer(spec: BucketSpec, rank: int, gain: float) -> _Plan:
 
 
 def _as_square(spec: BucketSpec, rank: int, gain: float) -> _Plan:
-    """The whole bucket as one square matrix, padded with zeros."""
     numel = count(spec)
     side = math.isqrt(max(numel - 1, 0)) + 1
     if 2 * side * rank * gain < numel:

@@ -38,8 +38,6 @@ class _Anchored:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DiLoCo(OuterHook):
-    """The hook of `diloco` and `streaming_diloco`."""
-
     every: int
     outer_lr: float
     outer_momentum: float

@@ -58,7 +58,6 @@ class PostLocalSGD(LocalSGD):
         return (0,) if step > self.start and (step - self.start) % self.every == 0 else ()
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        """Average in the first `start` steps; leave the gradient as it is afterwards."""
         if turn.step < self.start:
             return (yield from Mean().reduce(grad, None, turn))
         return Reduced(grad, grad)

@@ -52,7 +52,6 @@ class Sign(CommHook):
 
     @property
     def collectives(self) -> int:
-        """One all-gather; for a vote an exchange and an all-gather."""
         return 1 if self.scale == "mean" else 2
 
     def init(self, spec: BucketSpec) -> _ScaleGroups:
