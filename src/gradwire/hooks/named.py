@@ -31,7 +31,6 @@ class NamedHook:
 
 
 def _with_feedback(make: Callable[..., CommHook], **settings: Any) -> Callable[[], CommHook]:
-
     def build() -> CommHook:
         hook = make(**settings)
         return hook if hook.remembers else chain(error_feedback(), hook)

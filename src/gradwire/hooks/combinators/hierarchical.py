@@ -189,7 +189,6 @@ class Hierarchical(Composite):
 
 
 def _among(scope: Scope, reduction: Reduction) -> Reduction:
-
     def scoped(op: Collective) -> Collective:
         if not isinstance(op, Collective):
             return op  # refused by the check of the whole reduction

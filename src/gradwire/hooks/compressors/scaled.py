@@ -107,7 +107,6 @@ class Float8Mean(CommHook):
     error = float32_error
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-
         def row(slices: Tensor) -> Tensor:
             return as_dtype(slices.reshape(-1)[: count(turn.spec)], turn.spec.dtype)
 
