@@ -12,7 +12,7 @@ import pytest
 from gradwire.groups import Group, SharedMemoryGroup
 from gradwire.groups.shared_memory.sync import Fence, Futex, Polling, Sleep, WaitQueue
 from gradwire.testing import check_group, default_pool
-from gradwire.testing.pool import GroupJob
+from gradwire.testing.pool.protocol import GroupJob
 
 Make = Callable[[mmap.mmap], Sleep]
 
