@@ -241,13 +241,13 @@ class Group(Verbs, ABC):
     def recover(self, timeout: float | None = None) -> None:
         """Make an aborted group usable again. Every rank calls it; operations in flight are lost. Raises the group's failure if it
         is permanent: a lost peer stays lost."""
-        self.refuse_in_child("recover()")
         self._recovery_limit(timeout)
         if self.failure is not None:
             raise again(self.failure)
 
     def _recovery_limit(self, timeout: float | None) -> float:
-        """How many seconds a recovery may take."""
+        """How many seconds a recovery may take. Refused in a forked child."""
+        self.refuse_in_child("recover()")
         return self.timeout if timeout is None else timeout_seconds(f"recover of {self}", timeout)
 
     def fail(self, error: BaseException) -> None:

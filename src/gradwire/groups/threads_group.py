@@ -96,7 +96,6 @@ class ThreadGroup(Group):
 
     def recover(self, timeout: float | None = None) -> None:
         """Wait for all ranks, then restart with empty state."""
-        self.refuse_in_child("recover()")
         self._table.start_over(self.rank, self._recovery_limit(timeout))
 
     def start_over(self) -> None:

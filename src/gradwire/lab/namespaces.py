@@ -25,10 +25,7 @@ INTERFACE = "eth0"
 
 
 def why_not(*, mbit: float | None = None) -> str | None:
-    """The reason why hosts cannot be made here, or None if they can.
-
-    Only an attempt shows whether a container may create network namespaces, so one is created and removed.
-    """
+    """The reason why hosts cannot be made here, or None if they can. Only an attempt shows it, so one is created and removed."""
     if not os.path.isdir("/proc/self/ns"):
         return "network namespaces need Linux with /proc mounted"
     if os.geteuid() != 0:
@@ -109,7 +106,6 @@ def _add_host(made: ExitStack, switch: str, name: str, number: int, mbit: float 
     _add_namespace(made, name)
     address = f"10.231.0.{number + 1}"
     port = f"port{number}"
-    # Both ends are created in their own namespaces, so that neither name ever appears in the machine's own namespace.
     _do("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
     _do("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
     _do("ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)

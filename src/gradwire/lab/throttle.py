@@ -10,9 +10,7 @@ link: its bytes follow those of the previous operation, and arrive one latency a
 so two operations in flight share the rate but not the latency, like packets on a wire. The bytes are those that the best algorithm
 makes a rank send (`collectives.op.sent_bytes`), or receive if it only receives. The inner group's time is added, so use a fast one.
 Groups made by `split` use the same link. Slow start, loss and headers are not modeled: `hosts(n, mbit=...)` has all of them.
-
-Each operation has its own thread for as long as it is on the link: the thread that settles an operation runs the callbacks of its
-future, and torch's PowerSGD hook starts another operation there and waits for it.
+Each operation on the link has its own thread, since callbacks of its future may start another operation and wait for it.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ class Link:
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
-        """Let everything arrive at once for as long as the context is open. For comparisons; on all ranks together."""
+        """Let everything arrive at once for as long as the context is open; on all ranks together."""
         limits = self.mbit, self.latency_ms
         self.mbit, self.latency_ms = math.inf, 0.0
         try:
@@ -71,16 +69,10 @@ class Link:
         finally:
             self.mbit, self.latency_ms = limits
 
-    def clear(self) -> None:
-        """Drop what is on the link."""
-        with self._lock:
-            self._free = 0.0
-
 
 class Throttled(TrackedWrapper):
     """A group whose operations take as long as over a link of `mbit` megabits per second and `latency_ms`: see Note [The link].
-
-    `submit` does not block; Works finish late. Wrap the group on every rank, with the same arguments.
+    Wrap the group on every rank, with the same arguments.
 
     >>> import torch
     >>> from gradwire.groups import ThreadGroup
@@ -158,7 +150,7 @@ class Throttled(TrackedWrapper):
     def recover(self, timeout: float | None = None) -> None:
         """Recover the inner group. What was on the link is lost."""
         super().recover(timeout)
-        self.link.clear()
+        self.link._free = 0.0
 
     def _release(self) -> None:
         super()._release()

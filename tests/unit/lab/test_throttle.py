@@ -192,5 +192,5 @@ def test_a_link_that_was_idle_is_free():
     link = Link(mbit=8, latency_ms=0)
     assert link.send(1_000_000, now=0.0) == pytest.approx(1.0)
     assert link.send(1_000_000, now=5.0) == pytest.approx(6.0)
-    link.clear()
+    link._free = 0.0
     assert link.send(0, now=5.0) == pytest.approx(5.0)

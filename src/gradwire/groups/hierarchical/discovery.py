@@ -24,10 +24,7 @@ class HostReport(NamedTuple):
 
 
 def discover_hosts(rendezvous: Rendezvous, host: str) -> Layout:
-    """Exchange hosts through the store: which ranks share one.
-
-    Hosts are numbered by their lowest rank, and ranks keep their order within a host.
-    """
+    """Exchange hosts through the store. They are numbered by their lowest rank, and ranks keep their order within a host."""
     hosts: dict[bytes, list[int]] = {}
     for r, name in enumerate(rendezvous.exchange("host", host)):
         hosts.setdefault(name, []).append(r)
@@ -35,8 +32,7 @@ def discover_hosts(rendezvous: Rendezvous, host: str) -> Layout:
 
 
 def discover_from_groups(inside: Group, across: Group | None, rank: int | None) -> tuple[Layout, int, int]:
-    """Determine the layout, this rank's number and an identity for records from the groups themselves; refuse groups that do not
-    fit together.
+    """Determine the layout, this rank's number and an identity for records from the groups themselves.
 
     First the ranks of a host exchange reports; then the carriers of different hosts those of their hosts; then the ranks of a host
     what their carriers have received.
@@ -70,43 +66,36 @@ Column = list[tuple[int, list[HostReport]]]
 
 
 def from_reports(mates: Sequence[HostReport], columns: Sequence[Column | None]) -> Layout:
-    """The layout, from what all ranks of a host (`mates`) and, through its carriers, of all others have reported.
-
-    Raises UsageError where the groups do not fit together: the same on every rank that has the reports.
-    """
+    """The layout, from what all ranks of a host (`mates`) and, through its carriers, of all others have reported."""
     known = [column for column in columns if column is not None]
     tables = [[reports for _, reports in column] for column in known] or [[list(mates)]]
     hosts = tables[0]
-    if any(table != hosts for table in tables):
-        _refuse("the rails do not have the same hosts in the same order", "in every `across`, number the hosts alike")
-    for number, column in enumerate(known):
-        places = [place for place, _ in column]
-        if any(place != number for place in places):
-            _refuse(
-                f"an `across` joins ranks whose places in their hosts are {places}",
-                "join the ranks that have the same rank in their `inside`",
-            )
+    places = [[place for place, _ in column] for column in known]
     widths = [sum(report.carries for report in host) for host in hosts]
-    for host, width in zip(hosts, widths, strict=True):
-        if [report.carries for report in host] != [True] * width + [False] * (len(host) - width):
-            _refuse(
-                f"of the {len(host)} ranks of a host, those with an `across` are not the first {width}",
-                "pass `across` on ranks 0 to k - 1 of every `inside`, and None on the others",
-            )
-        if len({(report.host, report.hosts) for report in host if report.carries}) > 1:
-            _refuse(
-                "the ranks of one host have different ranks in their `across`, or these differ in size",
-                "number the hosts alike in all of them",
-            )
-    if len(set(widths)) > 1:
-        _refuse(f"hosts have {widths} ranks with an `across`", "pass it on as many ranks of every host")
     given = [report.rank for host in hosts for report in host]
-    if any(rank is None for rank in given) and any(rank is not None for rank in given):
-        _refuse("some ranks were given their number, some not", "pass rank= on all ranks or on none")
+    _refuse_if({
+        "the rails do not have the same hosts in the same order": any(table != hosts for table in tables),
+        f"an `across` joins ranks whose places in their hosts are {places}": any(
+            place != number for number, rail in enumerate(places) for place in rail
+        ),
+        "the ranks of a host with an `across` are not the first": any(
+            not report.carries for host, width in zip(hosts, widths, strict=True) for report in host[:width]
+        ),
+        "the ranks of one host have different ranks in their `across`, or these differ in size": any(
+            len({(report.host, report.hosts) for report in host if report.carries}) > 1 for host in hosts
+        ),
+        f"hosts have {widths} ranks with an `across`": len(set(widths)) > 1,
+        "some ranks were given their number, some not": None in given and set(given) != {None},
+    })  # fmt: skip
     numbers = iter(range(len(given)))
     by_host = tuple(tuple(next(numbers) if r.rank is None else r.rank for r in host) for host in hosts)
     return Layout(by_host, rails=widths[0] or None)
 
 
-def _refuse(problem: str, advice: str) -> None:
-    raise UsageError(f"HierarchicalGroup(inside, across): {problem}. To fix it, {advice}.")
+def _refuse_if(problems: dict[str, bool]) -> None:
+    for problem, found in problems.items():
+        if found:
+            raise UsageError(
+                f"HierarchicalGroup(inside, across): {problem}. Pass `across` on ranks 0 to k - 1 of every `inside`; "
+                "join the ranks of equal rank; number the hosts alike in all of them; and pass rank= on all ranks or on none."
+            )

@@ -53,13 +53,6 @@ from gradwire.runtime.host import host_identity
 from gradwire.runtime.threads import Worker
 
 
-class HierarchicalWork(Work):
-    """A Work that keeps what a part has reported about its ranks."""
-
-    known: Arrivals | None = None
-    """Which ranks had joined when it timed out in a part."""
-
-
 class HierarchicalGroup(Group):
     """Ranks on several hosts. It owns its parts: closing it closes them."""
 
@@ -104,6 +97,8 @@ class HierarchicalGroup(Group):
         for part in parts.members:
             self.ledger.collect_hook_errors_of(part.ledger)
         self._monitor = Monitor(self, None if store is None else Membership.over(store, self.rank, self.size))
+        self._known: Arrivals | None = None
+        """Which ranks had joined the current operation of one scope when it timed out in a part."""
         self._meetings: list[Callable[[float], object]] = []
         """The meetings of an unfinished recovery that are left."""
         self._lane = Worker(f"program-{self.name}-{self.rank}")
@@ -143,8 +138,7 @@ class HierarchicalGroup(Group):
     ) -> HierarchicalGroup:
         """Find out through `store` which ranks share a host, and make the parts.
 
-        `across(store, rank, size, timeout=…, name=…)` makes a group between hosts, by default gloo's; it is called for this
-        rank's rail and for `messages`. `host` identifies the host, by default by this machine's identity.
+        `across(store, rank, size, timeout=…, name=…)` makes a group between hosts, `inside` one in a host; `host` identifies it.
         """
         name = name or "hierarchical"
         timeout_seconds(f"HierarchicalGroup.discover of {name!r}", timeout)  # before any wait
@@ -189,23 +183,23 @@ class HierarchicalGroup(Group):
         work.wait_done()
         return work
 
-    def _begin(self, op: Collective) -> HierarchicalWork:
+    def _begin(self, op: Collective) -> Work:
         if op.device.type == "cuda":
             torch.cuda.current_stream(op.device).synchronize()
-        work = self.begin(op, HierarchicalWork)
+        work = self.begin(op)
         # Some ranks may not take part in an operation of one scope, so only those in which all do are counted.
         work.place = self._monitor.join(op.scope is Scope.WORLD)
         work.add_done_callback(self._over)
         return work
 
-    def _take_turn(self, work: HierarchicalWork) -> None:
+    def _take_turn(self, work: Work) -> None:
         with self._driving:  # a caller may be taking the steps of an earlier operation itself
             self._carry_out(work)
 
-    def _carry_out(self, work: HierarchicalWork) -> None:
+    def _carry_out(self, work: Work) -> None:
         program = self._two_level.carry_out(work.op)
         work.ledger.started(work, time.perf_counter())
-        part = self.inside
+        part, self._known = self.inside, None
         try:
             for step in program:
                 left = work.deadline - time.perf_counter()
@@ -219,8 +213,7 @@ class HierarchicalGroup(Group):
                 torch.cuda.current_stream(work.op.device).synchronize()
             work.finish()
         except CollectiveTimeout as error:
-            if work.op.scope is not Scope.WORLD:
-                work.known = self._parts.in_whole(part, error.joined, error.missing)
+            self._known = self._parts.in_whole(part, error.joined, error.missing)
             late = self.ledger.timed_out(work, min(work.timeout, time.perf_counter() - work.started))
             work.fail(chained(late, error))
         except Exception as error:
@@ -233,11 +226,8 @@ class HierarchicalGroup(Group):
             program.close()
 
     def _in_terms_of_whole(self, part: Group, error: Exception, work: Work | None, place: int = 0) -> Exception:
-        """A part's error in terms of the whole."""
         where, membership = self.ledger.where(work), self._monitor.membership
         return in_terms_of_whole(error, self._parts.members[part], where, membership, place)
-
-    # -- messages ------------------------------------------------------------------------------------------------------
 
     def _pass_on(self, op: Collective) -> Work:
         op.check(self.rank, self.size)
@@ -249,7 +239,7 @@ class HierarchicalGroup(Group):
             )
         part, step = way
         members = self._parts.members[part]
-        work = self.begin(op, HierarchicalWork)
+        work = self.begin(op)
         work.add_done_callback(self._over)
 
         def settle(inner: Work) -> None:
@@ -281,8 +271,8 @@ class HierarchicalGroup(Group):
 
     def arrivals(self, work: Work) -> Arrivals | None:
         """Which ranks have joined, by the membership as last read: a slow store must not delay a wait."""
-        if work.op.scope is not Scope.WORLD and isinstance(work, HierarchicalWork):
-            return work.known or self._parts.arrivals(work.op.scope)
+        if work.op.scope is not Scope.WORLD:
+            return self._known or self._parts.arrivals(work.op.scope)
         return self._monitor.arrivals(work)
 
     def standing(self, op: Collective) -> tuple[int, int]:
@@ -362,10 +352,9 @@ class HierarchicalGroup(Group):
 
     def recover(self, timeout: float | None = None) -> None:
         """Meet all ranks, then recover the parts. A lost peer stays lost."""
-        self.refuse_in_child("recover()")
+        limit = self._recovery_limit(timeout)
         if isinstance(self.failure, PeerLost):
             raise again(self.failure)
-        limit = self._recovery_limit(timeout)
         deadline = time.perf_counter() + limit
         if not self._driving.acquire(timeout=limit):
             raise CollectiveTimeout(f"recovery of {self}: an operation is still under way after {limit:.3g} s.")

@@ -59,18 +59,10 @@ class GroupParts:
         everyone = tuple(range(layout.size))
         if messages is None and mates == everyone:
             messages = inside
-        carries = len(layout.hosts) > 1 and inside.rank < layout.width
-        fits = {
-            "inside": (inside, mates[inside.rank : inside.rank + 1] == (rank,) and inside.size == len(mates)),
-            "across": (across, across is not None and across.size == len(layout.hosts) if carries else across is None),
-            "messages": (messages, messages is None or (messages.rank, messages.size) == (rank, layout.size)),
-        }
-        for part, (group, fit) in fits.items():
-            if not fit:
-                raise UsageError(
-                    f"HierarchicalGroup: {part} is {group}, which does not fit rank {rank} of {layout}. See the constructor for "
-                    "the ranks of each group."
-                )
+        if messages is not None and (messages.rank, messages.size) != (rank, layout.size):
+            raise UsageError(
+                f"HierarchicalGroup: messages is {messages}. Pass a group of all {layout.size} ranks, in their order."
+            )
         self.inside, self.across, self.messages = inside, across, messages
         self.members: dict[Group, tuple[int, ...]] = {inside: mates}
         if across is not None:
@@ -172,7 +164,6 @@ def for_part(error: BaseException, members: Sequence[int], name: str) -> BaseExc
 
 
 def chained(error: G, cause: Exception) -> G:
-    """`error` with its cause, but without the cause's traceback: its frames would keep the part, and so its memory, alive as
-    long as the error. The message of the cause is kept."""
+    """`error` with its cause, but without the cause's traceback, whose frames would keep the part, and so its memory, alive."""
     error.__cause__ = cause.with_traceback(None)
     return error

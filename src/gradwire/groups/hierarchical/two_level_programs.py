@@ -1,8 +1,7 @@
 """Every collective in two levels: generators that yield steps, each a collective of the host's own group or of a rail.
 
-The layout determines the ranks of a step (`collectives/layout.py`); `group.py` submits it to a group and handles failures.
-`pairwise.py` has the collectives that move pieces. This module uses no group, thread or engine, so it is tested with simulated
-ranks.
+The layout determines the ranks of a step (Note [Rails] in `collectives/layout.py`); `group.py` submits it and handles failures.
+This module uses no group, thread or engine, so it is tested with simulated ranks.
 
 Note [All-reduce in two levels]
 Reduce-scatter inside the host, one slice for each carrier; all-reduce of each slice in its rail; all-gather inside. With h hosts,
@@ -10,15 +9,22 @@ n bytes leave and enter a host 2 (h - 1) / h times, however many ranks it has. A
 filled by as many connections as there are carriers. Inside, with shared memory, each byte is read and written once in each half.
 
 Note [Rounded once on each level]
-float16, bfloat16 and float8 are summed in float32 and rounded, once in the host and once between hosts. To send float32 between
-hosts would round once less and double what is sent on the slowest link. Averages are taken on both levels, so that a sum that
-would not fit never exists; where hosts differ in size that would weigh ranks differently, and the whole is done in float32.
+float16, bfloat16 and float8 are summed in float32 and rounded, once in the host and once between hosts. Averages are taken on both
+levels, so that a sum that would not fit never exists; where hosts differ in size that would weigh ranks differently, and the whole
+is done in float32.
+
+Note [Moving pieces]
+Gather, scatter and all-to-all are one thing: every rank has a piece, perhaps empty, for every other. A piece goes to its sender's
+carrier (unless that is the sender), in the rail to the other host, and there to its receiver. Pieces for the same host travel as
+one message. The ranks that a piece passes through must know its size: in gathers and scatters all sizes are equal, in an
+all-to-all the ranks exchange them first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,28 +32,154 @@ from torch import Tensor
 from gradwire.collectives import Collective, Layout, OpKind, ReduceOp, Scope, build
 from gradwire.collectives.aliasing import is_native
 from gradwire.collectives.lower import flat, lower
-from gradwire.collectives.reference import cut, perform, store, working_dtype, writes
-from gradwire.errors import InternalError
-from gradwire.groups.hierarchical.pairwise import Moves, Step, Steps, split_row
+from gradwire.collectives.reference import perform, store, working_dtype, writes
+from gradwire.errors import CollectiveMismatch, InternalError
 
 SMALLEST_SLICE = 1024
 """Elements below which a slice is not divided further: a shorter message costs as much."""
 
-
 _NATIVE = frozenset({
-    OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL,
-    OpKind.ALL_TO_ALL_SINGLE, OpKind.GATHER, OpKind.SCATTER, OpKind.BARRIER,
+    OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL, OpKind.GATHER, OpKind.SCATTER,
+    OpKind.BARRIER,
 })  # fmt: skip
 takes = partial(is_native, kinds=_NATIVE)
 """Whether there is a two-level program for a collective; others are composed of those that have one."""
 
+Sizes = Callable[[int, int], int]
+"""How many elements one rank has for another."""
+
+
+class Step(NamedTuple):
+    """One collective of one of the two groups that a rank is in."""
+
+    where: Literal["inside", "across"]
+    op: Collective
+
+
+Steps = Generator[Step, None, None]
+
+
+def split_row(row: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    return list(row.split(list(sizes)))
+
+
+class Moves:
+    """One rank: its host, its index there, the ranks it shares them with, and its moves."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.size = layout.size
+        self.host, self.index = layout.place(rank)
+        self.mates = layout.hosts[self.host]
+        self.width = layout.width
+        self.carries = self.index < self.width
+        self.alone = len(self.mates) == 1
+        self.one_group = self.mates == tuple(range(self.size))
+        self.others = [h for h in range(len(layout.hosts)) if h != self.host]
+
+    def bundle(self, sizes: Sequence[int], host: int, rail: int) -> list[int]:
+        """The sizes of what the ranks of a host that use `rail` have."""
+        return [sizes[rank] for rank in self.layout.rail(host, rail)]
+
+    def _sizes_carried(self, size_of: Callable[[int], int]) -> list[int]:
+        """How much this rank carries for each rank of its host."""
+        return [size_of(m) if self.carries and i % self.width == self.index else 0 for i, m in enumerate(self.mates)]
+
+    def to_carriers(self, mine: Tensor, size_of: Callable[[int], int], label: str) -> Generator[Step, None, Tensor]:
+        """Hand `mine` to this rank's carrier; a carrier gets what its rail has brought, in one row."""
+        if len(self.mates) == self.width:
+            return mine
+        sizes = self._sizes_carried(size_of)
+        row = mine.new_empty(sum(sizes))
+        pieces = [mine if i == self.index % self.width else mine[:0] for i in range(len(self.mates))]
+        yield Step("inside", build.all_to_all(split_row(row, sizes), pieces, label=label))
+        return row
+
+    def from_carriers(self, output: Tensor, row: Tensor, size_of: Callable[[int], int], label: str) -> Steps:
+        """The way back: a carrier hands each rank of its rail its piece of `row`."""
+        if len(self.mates) == self.width:
+            store(output, row)
+            return
+        places = [output if i == self.index % self.width else output[:0] for i in range(len(self.mates))]
+        yield Step("inside", build.all_to_all(places, split_row(row, self._sizes_carried(size_of)), label=label))
+
+    def gather(self, op: Collective) -> Steps:
+        mine, root = flat(op.inputs[0]), op.root or 0
+        n = mine.numel()
+        pieces = [mine if rank == root else mine[:0] for rank in range(self.size)]
+        places = [flat(t) for t in op.outputs] or [mine[:0]] * self.size
+        yield from self.move(places, pieces, lambda source, target: n if target == root else 0, op.label)
+
+    def scatter(self, op: Collective) -> Steps:
+        place, root = flat(op.outputs[0]), op.root or 0
+        n = place.numel()
+        pieces = [flat(t) for t in op.inputs] or [place[:0]] * self.size
+        places = [place if rank == root else place[:0] for rank in range(self.size)]
+        yield from self.move(places, pieces, lambda source, target: n if source == root else 0, op.label)
+
+    def move(self, places: Sequence[Tensor], pieces: Sequence[Tensor], sizes: Sizes, label: str) -> Steps:
+        """Bring `pieces[rank]` of every rank to each rank's `places[sender]`. See Note [Moving pieces]."""
+        rail, hosts = self.index % self.width, self.layout.hosts
+        far = [rank for h in self.others for rank in hosts[h]]
+        packed = torch.cat([pieces[rank] for rank in far]) if far else pieces[0][:0]
+        brought = yield from self.to_carriers(packed, lambda rank: sum(sizes(rank, to) for to in far), label)
+        # In the rail: for each other host, what the ranks of this rail have for its ranks; and from each, the reverse.
+        arrived: dict[tuple[int, int], Tensor] = {}
+        if self.carries and self.others:
+            crew = self.layout.rail(self.host, rail)
+            keys = [(source, to) for source in crew for to in far]
+            leaving = dict(zip(keys, split_row(brought, [sizes(*key) for key in keys]), strict=True))
+            messages = [
+                torch.cat([brought[:0], *(leaving[s, to] for s in crew for to in hosts[h] if h != self.host)])
+                for h in range(len(hosts))
+            ]
+            expected = [
+                [(s, to) for s in self.layout.rail(h, rail) for to in self.mates] if h != self.host else []
+                for h in range(len(hosts))
+            ]
+            lengths = [sum(sizes(*key) for key in keys) for keys in expected]
+            row = packed.new_empty(sum(lengths))
+            yield Step("across", build.all_to_all(split_row(row, lengths), messages, label=label))
+            keys = [key for keys in expected for key in keys]
+            arrived = dict(zip(keys, split_row(row, [sizes(*key) for key in keys]), strict=True))
+        yield from self._deliver(
+            places, lambda sender, to: pieces[to] if sender == self.rank else arrived[sender, to], sizes, label
+        )
+
+    def _deliver(
+        self, places: Sequence[Tensor], piece: Callable[[int, int], Tensor], sizes: Sizes, label: str
+    ) -> Steps:
+        """In the host: each rank's own pieces for its mates, and what it has brought from other hosts."""
+
+        def senders(index: int) -> list[int]:
+            far = [s for h in self.others for s in self.layout.rail(h, index)] if index < self.width else []
+            return [self.mates[index], *far]
+
+        outgoing = [torch.cat([piece(s, to) for s in senders(self.index)]) for to in self.mates]
+        lengths = [sum(sizes(s, self.rank) for s in senders(i)) for i in range(len(self.mates))]
+        row = outgoing[0].new_empty(sum(lengths))
+        if self.alone:
+            row = outgoing[0]
+        else:
+            yield Step("inside", build.all_to_all(split_row(row, lengths), outgoing, label=label))
+        order = [s for i in range(len(self.mates)) for s in senders(i)]
+        received = dict(zip(order, split_row(row, [sizes(s, self.rank) for s in order]), strict=True))
+        wrong = {s: t.numel() for s, t in received.items() if t.numel() != places[s].numel()}
+        if wrong:
+            which = [
+                f"{n} elements from rank {s} where there is room for {places[s].numel()}" for s, n in wrong.items()
+            ]
+            raise CollectiveMismatch(
+                f"rank {self.rank} expects other sizes than it was sent: {'; '.join(which)}. Sizes that ranks expect of each other "
+                "must agree."
+            )
+        for sender, t in received.items():
+            store(places[sender], t)
+
 
 class TwoLevel(Moves):
     """The programs of one rank."""
-
-    def __init__(self, layout: Layout, rank: int) -> None:
-        super().__init__(layout, rank)
-        self._one_group = layout.hosts == (tuple(range(self.size)),)
 
     def carry_out(self, op: Collective) -> Steps:
         """The steps that make up `op`; when they are done its outputs hold the result."""
@@ -55,7 +187,7 @@ class TwoLevel(Moves):
 
     def _steps(self, op: Collective) -> Steps:
         part = op.among(Scope.WORLD)
-        if op.scope is Scope.INSIDE or (op.scope is Scope.WORLD and self._one_group):
+        if op.scope is Scope.INSIDE or (op.scope is Scope.WORLD and self.one_group):
             yield Step("inside", part)
         elif op.scope is Scope.WORLD:
             for step in lower(op, rank=self.rank, size=self.size, takes=takes):
@@ -75,9 +207,6 @@ class TwoLevel(Moves):
             yield from self._barrier(label)
         elif kind is OpKind.ALL_GATHER:
             yield from self._all_gather([flat(t) for t in op.outputs], flat(op.inputs[0]), label)
-        elif kind is OpKind.ALL_GATHER_INTO_TENSOR:
-            whole, mine = flat(op.outputs[0]), flat(op.inputs[0])
-            yield from self._all_gather(split_row(whole, [mine.numel()] * self.size), mine, label)
         elif kind is OpKind.REDUCE_SCATTER:
             parts = [flat(t) for t in op.inputs]
             yield from self._reduce_scatter(flat(op.outputs[0]), parts, op.reduce_op or ReduceOp.SUM, label)
@@ -87,9 +216,6 @@ class TwoLevel(Moves):
             yield from self.scatter(op)
         elif kind is OpKind.ALL_TO_ALL:
             yield from self._all_to_all(op.outputs, op.inputs, label)
-        elif kind is OpKind.ALL_TO_ALL_SINGLE:
-            to, of = op.splits or ((), ())
-            yield from self._all_to_all(cut(op.outputs[0], to, self.size), cut(op.inputs[0], of, self.size), label)
         else:
             raise InternalError(f"{op}: there is no two-level program for it.")
 
@@ -149,13 +275,8 @@ class TwoLevel(Moves):
         if self.others and not self.alone:
             yield Step("inside", build.barrier(label=label))
 
-    # -- one part per rank ---------------------------------------------------------------------------------------------
-
     def _all_gather(self, outputs: Sequence[Tensor], mine: Tensor, label: str) -> Steps:
-        """Gather on the carriers, all-gather a bundle per host in each rail, then all-gather the bundles inside.
-
-        The bytes of a host enter each other host once.
-        """
+        """Gather on the carriers, all-gather a bundle per host in each rail, then all-gather the bundles inside."""
         sizes, hosts = [t.numel() for t in outputs], range(len(self.layout.hosts))
         per_rail = [[sum(self.bundle(sizes, h, rail)) for h in hosts] for rail in range(self.width)]
         bundle = yield from self.to_carriers(mine, lambda rank: sizes[rank], label)
@@ -202,7 +323,7 @@ class TwoLevel(Moves):
         yield from self.from_carriers(output, bundle, lambda rank: inputs[rank].numel(), label)
 
     def _all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: str) -> Steps:
-        """The ranks exchange the sizes of all pieces first: see Note [Moving pieces] in pairwise.py."""
+        """The ranks exchange the sizes of all pieces first: see Note [Moving pieces]."""
         places, pieces = [flat(t) for t in outputs], [flat(t) for t in inputs]
         row = torch.tensor([t.numel() for t in pieces], device=pieces[0].device)
         rows = row.new_empty(self.size * self.size)

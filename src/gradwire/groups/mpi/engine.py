@@ -1,17 +1,15 @@
 """`MpiEngine`: one communicator at work. Posts operations, tests whether they are over, and exchanges control messages.
 
 Note [Which thread makes progress]
-MPI moves bytes only while a thread calls it. A caller that waits tests its own requests, which moves all others too; so a
-synchronous operation wakes no other thread. Operations without a waiter, such as the buckets of a backward that still runs, are
-left to the engine's thread. It is not woken by a submit, which would hand the interpreter lock back and forth for every small
-operation; it polls, every tenth of a millisecond while something young is in flight, less often otherwise, and ends when nothing
-has been in flight for a while. It starts and ends as the watchdog does (see Note [Starting and ending without a lost
-operation] in groups/failure/watchdog.py).
+MPI moves bytes only while a thread calls it. A caller that waits tests its own requests, which moves all others too. Operations
+without a waiter, such as the buckets of a backward that still runs, are left to the engine's thread. It is not woken by a submit,
+which would hand the interpreter lock back and forth for every small operation; it polls, every tenth of a millisecond while
+something young is in flight, less often otherwise, and ends when nothing has been in flight for a while. It starts and ends as the
+watchdog does (see Note [Starting and ending without a lost operation] in groups/failure/watchdog.py).
 
 Note [Which ranks have joined]
 A rank sends the others the number of collectives it has joined when one of them asks, when an operation of its own has been in
-flight for long, and before its thread ends. So nothing is sent for operations that finish at once, and a rank that waits for a
-missing one has the numbers of all that have joined.
+flight for long, and before its thread ends. So nothing is sent for operations that finish at once.
 
 Note [Leaving]
 A rank that closes its group sends all others a last message: how many collectives it had joined, and whether anything was left
@@ -37,10 +35,8 @@ from gradwire.groups.mpi.runtime import MPI, Comm, Runtime
 
 _BUSY, _PATIENT, _RESTING = 0.0001, 0.005, 0.001
 """Seconds between polls: with young operations in flight, with old ones only, with none."""
-_OLD = 1.0
-"""Seconds after which an operation is old: it waits for a rank, not for MPI."""
-_REST = 1.0
-"""Seconds without an operation after which the thread ends."""
+_OLD, _REST = 1.0, 1.0
+"""Seconds after which an operation waits for a rank, not for MPI; seconds without an operation after which the thread ends."""
 _SPIN = 0.0002
 """Seconds that a waiter tests without a pause."""
 _LONGEST_PAUSE = 0.0005
@@ -58,9 +54,7 @@ _LONGEST = _ROOM // 8
 
 class ControlMessages:
     """What one rank sends and receives in one communicator: how many collectives it has joined, that it aborts, that it leaves.
-
-    A receive from any rank is always posted; sending never waits. All under the runtime's lock.
-    """
+    A receive from any rank is always posted; sending never waits. All under the runtime's lock."""
 
     def __init__(self, mpi: MPI, comm: Comm, tag: int) -> None:
         self._mpi = mpi
@@ -151,8 +145,6 @@ class MpiEngine:
             self._control = ControlMessages(self._mpi, comm, native.tag_limit + 2)
             self._matcher = ReceiveMatcher(self._mpi, comm)
 
-    # -- operations ----------------------------------------------------------------------------------------------------
-
     def post(self, op: Collective, on_done: Callable[[PendingRequests], None] | None = None) -> PendingRequests | None:
         """Begin `op`, which MPI takes; `on_done` is called in the thread that finds it over. None if the engine has ended."""
         with self.runtime.lock:
@@ -211,8 +203,6 @@ class MpiEngine:
         finally:
             self._waiters.discard(me)
         return pending.done
-
-    # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         with self._starting:

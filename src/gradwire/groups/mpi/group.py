@@ -1,8 +1,7 @@
 """`MPIGroup`: the ranks of an MPI communicator as a Group. Starts under `mpirun`; needs no rebuild of torch.
 
 What MPI takes is handed to it in the caller's thread, in order; what it lacks is lowered to what it takes and runs as a program
-on the group's lane. `native.py` posts MPI's collectives, `engine.py` makes progress and keeps track of which ranks have joined,
-`runtime.py` ends the process in order.
+on the group's lane. `native.py` posts MPI's collectives, `engine.py` makes progress, `runtime.py` ends the process in order.
 
 Note [An operation that was given up]
 When a deadline passes, the operation fails here; in MPI it goes on, and so does a program on the lane, because the others may
@@ -30,7 +29,7 @@ from gradwire.groups.ledger import Arrivals, Ledger
 from gradwire.groups.mpi.engine import MpiEngine, tag_of
 from gradwire.groups.mpi.native import Native
 from gradwire.groups.mpi.pending_requests import PendingRequests
-from gradwire.groups.mpi.runtime import Comm, runtime
+from gradwire.groups.mpi.runtime import Comm, OwnedComm, runtime
 from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.work import Work
 from gradwire.recorder.source import derived_id
@@ -51,7 +50,7 @@ class MPIGroup(Group):
     def __init__(self, comm: Any = None, *, timeout: float = DEFAULT_TIMEOUT, name: str | None = None) -> None:
         self._runtime = runtime()
         mpi = self._runtime.mpi
-        parent = mpi.COMM_WORLD if comm is None else comm.comm if isinstance(comm, _Owned) else comm
+        parent = mpi.COMM_WORLD if comm is None else comm.comm if isinstance(comm, OwnedComm) else comm
         if not isinstance(parent, mpi.Intracomm) or parent == mpi.COMM_NULL:
             raise UsageTypeError(
                 f"MPIGroup({comm!r}): not a communicator of one group of ranks. Pass an mpi4py Intracomm, or nothing for all."
@@ -64,7 +63,7 @@ class MPIGroup(Group):
         self._order = threading.Lock()
         self._revival: tuple[Comm, Any] | None = None
         what = f"making MPIGroup {self.name!r} on rank {self.rank} of {self.size}"
-        spare = parent if isinstance(comm, _Owned) else self._runtime.duplicate(parent, timeout, what)
+        spare = parent if isinstance(comm, OwnedComm) else self._runtime.duplicate(parent, timeout, what)
         self._engines = [self._engine_on(self._runtime.duplicate(spare, timeout, what), spare)]
         # After the base class's finalizer was made, so that at exit these threads end first.
         self._threads_finalizer = finalize_here(self, _leave, self._lane, self._engines)
@@ -81,8 +80,7 @@ class MPIGroup(Group):
         rendezvous = Rendezvous(store, rank, size, timeout=timeout, who=what)
         ranks, key = world_ranks(rendezvous, world.rank, world.size, what=what)
         tag = tag_of(f"{name} {ranks} {key}", Native(here.mpi).tag_limit)
-        part = here.bounded(lambda: world.Create_group(world.Get_group().Incl(ranks), tag), timeout, what)
-        return cls(_Owned(part), timeout=timeout, name=name)
+        return cls(here.part_of(world, ranks, tag, timeout, what), timeout=timeout, name=name)
 
     def _engine_on(self, comm: Comm, spare: Comm) -> MpiEngine:
         label = f"{self.name}-{self.rank}"
@@ -237,15 +235,11 @@ class MPIGroup(Group):
         super().check_peers()
 
     def recover(self, timeout: float | None = None) -> None:
-        """Meet the other ranks on a communicator that was kept idle for this, and go on over a new one.
-
-        What was in flight is lost. A rank that has left stays lost.
-        """
-        self.refuse_in_child("recover()")
+        """Meet the other ranks on a communicator that was kept idle for this, and go on over a new one."""
+        limit = self._recovery_limit(timeout)
         if self.closed or isinstance(self.failure, PeerLost):
             super().recover(timeout)
             return
-        limit = self._recovery_limit(timeout)
         old = self._engine
         old.ended = True
         lost = GroupAborted(f"{self}: recover() was called with the operation in flight.", reason="recovery")
@@ -276,8 +270,7 @@ class MPIGroup(Group):
         comm = self._engine.comm
         what = f"making MPIGroup {name!r} of ranks {ranks} of {self}"
         tag = tag_of(name, self._native.tag_limit)
-        part = self._runtime.bounded(lambda: comm.Create_group(comm.Get_group().Incl(ranks), tag), self.timeout, what)
-        return MPIGroup(_Owned(part), timeout=self.timeout, name=name)
+        return MPIGroup(self._runtime.part_of(comm, ranks, tag, self.timeout, what), timeout=self.timeout, name=name)
 
     def _release(self) -> None:
         self._engine.clean &= self.failure is None
@@ -293,13 +286,6 @@ def _next_id(mpi: Any, comm: Any) -> int:
     ranks = tuple(comm.Get_group().Translate_ranks(None, mpi.COMM_WORLD.Get_group()))
     _made[ranks] += 1
     return derived_id("mpi", ranks, _made[ranks])
-
-
-class _Owned:
-    """A communicator that was made for one group, which frees it."""
-
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
 
 
 def world_ranks(rendezvous: Rendezvous, world_rank: int, world_size: int, *, what: str) -> tuple[list[int], str]:
@@ -332,7 +318,6 @@ class MPIWork(Work):
         self._pending: tuple[MpiEngine, PendingRequests] | None = None
 
     def watch(self, engine: MpiEngine, pending: PendingRequests) -> None:
-        """From now on, `pending` settles it."""
         self._pending = engine, pending
         if self.settled:
             self._pending = None
@@ -342,14 +327,12 @@ class MPIWork(Work):
         return super()._settle(outcome, source_rank)
 
     def is_completed(self) -> bool:
-        """Whether it is over, done or failed."""
         if (watched := self._pending) is not None and not self.settled:
             engine, pending = watched
             engine.poll(pending)
         return self.settled
 
     def is_success(self) -> bool:
-        """Whether it is over and the outputs hold the result."""
         return self.is_completed() and self._error is None
 
     def wait_settled(self, limit: float) -> bool:

@@ -52,15 +52,9 @@ class Native:
         self._integers = {getattr(torch, name): getattr(mpi, f"{name.upper()}_T") for name in widths}
         self._reals = {torch.float32: mpi.FLOAT, torch.float64: mpi.DOUBLE}
         self._complex = {torch.complex64: mpi.C_FLOAT_COMPLEX, torch.complex128: mpi.C_DOUBLE_COMPLEX}
-        self._ops: dict[ReduceOp | None, Any] = {
-            ReduceOp.SUM: mpi.SUM,
-            ReduceOp.PRODUCT: mpi.PROD,
-            ReduceOp.MIN: mpi.MIN,
-            ReduceOp.MAX: mpi.MAX,
-            ReduceOp.BAND: mpi.BAND,
-            ReduceOp.BOR: mpi.BOR,
-            ReduceOp.BXOR: mpi.BXOR,
-        }
+        alike = (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+        self._ops: dict[ReduceOp | None, Any] = {op: getattr(mpi, op.name) for op in alike}
+        self._ops[ReduceOp.PRODUCT] = mpi.PROD
 
     def takes(self, op: Collective) -> bool:
         """Whether MPI carries out this collective as it is; the rest is lowered to ones it does."""
@@ -72,8 +66,6 @@ class Native:
         if kind is OpKind.REDUCE_SCATTER_TENSOR and any(t.numel() > self._most for t in op.inputs):
             return False
         return kind not in _REDUCTIONS or all(self._reducible(t.dtype, op.reduce_op) is not None for t in op.inputs)
-
-    # -- memory --------------------------------------------------------------------------------------------------------
 
     def _reducible(self, dtype: torch.dtype, reduce_op: ReduceOp | None) -> Any:
         """MPI's datatype for a dtype, where MPI can reduce it by this operation; else None."""
@@ -99,7 +91,6 @@ class Native:
         return [memory, 1, self._huge[n]]
 
     def _elements_of(self, t: Tensor, datatype: Any) -> list[Any]:
-        """A tensor's memory as a buffer of elements, which MPI counts itself."""
         return [self._mpi.memory.fromaddress(t.data_ptr(), t.nbytes), datatype]
 
     def _pieces(self, op: Collective) -> Iterator[list[Any]]:

@@ -3,16 +3,14 @@
 Note [Memory outlives the requests]
 MPI writes through an address; it keeps nothing alive. So a PendingRequests holds everything that its requests may read or write,
 and is dropped only when all of them are over: the engine holds those under way, the runtime those that a closed group leaves (Note
-[What never completes] in runtime.py). One request that fails does not end the others. And when a collective fails, there is no
-way to know what the library still has under way inside; its PendingRequests is kept for good.
+[What never completes] in runtime.py). If one fails, there is no way to know what MPI still has under way: it is kept for good.
 
 Note [Why a message is matched before it is received]
-A message may be larger than the buffer for it: a mistake, but one that must end in an error. Open MPI returns MPI_ERR_TRUNCATE, and
-where it moves large messages by remote reads or writes it does so after it has written the whole message, over whatever lies behind
-the buffer. So a receive is not posted. A matching probe looks for its message: it returns the sender and the length, and reserves
-the message for this receive alone. What fits is received into its place, straight from the sender's memory; what does not is
-received into other memory and dropped, so that its sender is done too. A receive whose message has not arrived is unknown to MPI:
-dropping it withdraws it.
+A message may be larger than its buffer, by mistake. Open MPI then returns MPI_ERR_TRUNCATE, but where it moves large messages by
+remote reads or writes, after it has written the whole message, over whatever lies behind the buffer. So a receive is not posted.
+A matching probe looks for its message: it returns the sender and the length, and reserves the message for this receive alone. What
+fits is received into its place; what does not is received into other memory and dropped, so that its sender is done too. A receive
+whose message has not arrived is unknown to MPI: dropping it withdraws it.
 
 Note [The order of receives]
 MPI gives a message to the oldest receive that matches it by source and tag. So the oldest is probed first, and a younger one is
@@ -52,7 +50,6 @@ class Receive:
 
     @property
     def waiting(self) -> bool:
-        """Whether its message may still arrive."""
         return self.request is None and self.error is None
 
 
@@ -127,7 +124,6 @@ class PendingRequests:
         self.on_done: Callable[[PendingRequests], None] | None = None
 
     def add_receive(self, receive: Receive) -> None:
-        """Add a receive."""
         self.receives.append(receive)
         self.matcher.waiting.append(receive)
 

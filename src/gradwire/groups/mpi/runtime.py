@@ -8,13 +8,12 @@ made under it. It is reentrant, because the garbage collector may finalize a dro
 Note [What never completes]
 MPI cannot cancel a collective that some ranks have begun. When an operation fails by its deadline its requests stay, and
 complete if the missing ranks join after all. A group that is closed before that hands them to the runtime, which keeps them,
-and the memory they may still write, as long as the process lives, which is longer than Python does. A communicator with such a
-request is never freed: Open MPI would crash, and a new one of the same number could receive the old one's messages.
+and the memory they may still write, as long as the process lives. A communicator with such a request is never freed: Open MPI would
+crash, and a new one of the same number could receive the old one's messages.
 
 Note [How a process ends]
-MPI_Finalize waits for all ranks of the job. It must not wait forever for a rank that hangs. So a process that ends after an
-uncaught exception, or with operations that never completed, gives its peers EXIT_PATIENCE seconds to end as well; then the kernel
-ends it (SIGALRM), and mpirun ends the job with an error. A process that ends well waits for its peers as any MPI program does.
+MPI_Finalize waits for all ranks of the job. So a process that ends after an uncaught exception, or with operations that never
+completed, gives its peers EXIT_PATIENCE seconds to end as well; then the kernel ends it (SIGALRM), and mpirun ends the job.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups.forked import finalize_here
@@ -51,14 +49,17 @@ class KeepAlive:
         self.threads: list[threading.Thread] = []
         self.departing: list[Any] = []
         """MpiEngines whose peers have not all left."""
-        self.creating: list[tuple[Comm, Any]] = []
-        """Communicators that are being made, and their requests."""
         self.memory: list[object] = []
         """Other memory that MPI may still write."""
 
     def unfinished(self, mpi: MPI) -> bool:
-        """Whether something here has not completed yet."""
         return any(not pending.test(mpi) for pending in self.requests) or any(t.is_alive() for t in self.threads)
+
+
+class OwnedComm(NamedTuple):
+    """A communicator that was made for one group, which frees it."""
+
+    comm: Comm
 
 
 class Runtime:
@@ -89,12 +90,10 @@ class Runtime:
         """The communicator that a request makes, if it does so within `limit` seconds."""
         twin, request = making
         deadline = time.perf_counter() + limit
-        # MPI will write the communicator's handle there, even after the deadline.
-        self.keep_alive.creating.append(making)
+        self.keep_alive.memory.append(making)  # MPI will write the communicator's handle there, even after the deadline
         while True:
             with self.lock:
                 if request.Test():
-                    self.keep_alive.creating = [other for other in self.keep_alive.creating if other is not making]
                     twin.Set_errhandler(self.mpi.ERRORS_RETURN)
                     return twin
             if time.perf_counter() > deadline:
@@ -104,16 +103,16 @@ class Runtime:
                 )
             time.sleep(_PAUSE)
 
-    def bounded(self, call: Callable[[], Any], limit: float, what: str) -> Any:
-        """The result of an MPI call that may block, in a thread that is left behind if it does so for long."""
-        made = BoundedCall(call, name="gradwire-mpi-call")
+    def part_of(self, comm: Comm, ranks: list[int], tag: int, limit: float, what: str) -> OwnedComm:
+        """A communicator of these ranks of `comm`. The call may block: then its thread is left behind."""
+        made = BoundedCall(lambda: comm.Create_group(comm.Get_group().Incl(ranks), tag), name="gradwire-mpi-call")
         if not made.wait(limit):
             self.keep_alive.threads.append(made.thread)
             raise CollectiveTimeout(
                 f"{what}: not all of its ranks arrived within {limit:.3g} s. Look at their output for an exception."
             )
         try:
-            return made.result()
+            return OwnedComm(made.result())
         except Exception as error:
             raise GroupError(f"{what}: MPI failed: {error}") from error
 

@@ -1,12 +1,20 @@
-"""All-reduce: small tensors travel with the announcement, tensors in the heaps are reduced where they are, others in chunks.
+"""Announcing a collective, which every rank compares with the others' before any byte moves; and the all-reduce.
+
+Small tensors travel with the announcement, tensors in the heaps are reduced where they are, others in chunks.
+
+Note [What may be written when]
+Small slots and tables are used in turn, by the parity of the collective's number n, and are written before the announcement
+of n is signaled. Their last use was n - 2, and no rank can still be reading that: this rank has finished n - 1, so it has seen
+every rank's announcement of n - 1, which each makes after it has finished n - 2. Staging buffers are written only after
+every rank's announcement of n was seen, which each makes after finishing n - 1.
 
 Note [One pass]
-An all-reduce of tensors that lie in the heaps of all ranks: each rank reduces its share of the elements over all ranks'
-tensors and writes the result into all of them, block by block, so that what was just computed is still in the cache when it is
-written. The sum runs in rank order, so results are the same bits on every rank and in every run.
+Of tensors that lie in the heaps of all ranks, each rank reduces its share of the elements and writes the result into all of them,
+block by block, while it is still in the cache. The sum runs in rank order, so results are the same bits on every rank and in every
+run.
 
 Note [When loops are compiled]
-Where numba is installed, a sum or mean in one pass is a compiled loop: see `loops.py`. Loading numba takes about a second, in
+Where numba is installed, a sum or mean in one pass is a compiled loop. Loading numba takes about a second, in
 which a peer's deadline would run and a rank's death would not be noticed. So it is done when memory is allocated, which happens
 before training, and only for a block of a mebibyte or more. Ranks need not agree on it: both ways give the same bits.
 
@@ -18,13 +26,16 @@ every rank signal "reduced" of chunk k - 1, which each did after copying out chu
 
 Note [Plain sums]
 A sum of a few numbers costs what Python costs. So small sums of plain tensors have a program with as little of it as possible:
-numpy and memmove in place of torch (a third of the time per call, and the same sums bit by bit), one generator, nothing checked
-twice. It writes what the general program writes, and signals when that signals.
+numpy and memmove in place of torch (a third of the time per call), one generator, nothing checked twice. It writes what the general
+program writes, and signals when that signals.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,8 +43,10 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind, ReduceOp
+from gradwire.collectives.aliasing import is_plain
 from gradwire.collectives.lower import flat
-from gradwire.groups.shared_memory.agreement import AnnouncedPrograms, Steps
+from gradwire.collectives.matching import comparable, decode, encode, mismatch
+from gradwire.errors import CollectiveMismatch
 from gradwire.groups.shared_memory.board import BUFFERS, CACHED, DIGEST, SMALL, Board, Cache
 from gradwire.groups.shared_memory.fold import SUMMED, CompiledFold, Fold, Piece, combine, divide, without_warnings
 
@@ -43,29 +56,81 @@ COMPILED = 1 << 20
 _ALL_REDUCE, _SUM, _AVG = OpKind.ALL_REDUCE, ReduceOp.SUM, ReduceOp.AVG
 
 
-class AllReduce(AnnouncedPrograms):
-    """The all-reduce of one rank of one group."""
+Steps = Generator[int, None, None]
+"""Yields how many signals every rank must have given before it goes on."""
+Slots = tuple[bytes, list[np.ndarray[Any, Any]], int]
+
+
+class AllReduce:
+    """The programs of one rank of one group that are all-reduces, and what all programs begin with: the announcement."""
 
     def __init__(self, name: str, board: Board) -> None:
-        super().__init__(name, board)
+        self.name = name
+        self.board = board
+        self.rank, self.size, self._plan = board.rank, board.size, board.plan
+        self._digests: Cache[tuple[object, ...], bytes] = Cache(CACHED)
         self._blocks: Cache[tuple[object, ...], list[list[Piece]]] = Cache(CACHED // 16)
-        self._slots: Cache[tuple[object, ...], tuple[bytes, list[np.ndarray[Any, Any]], int]] = Cache(
-            CACHED // self.size
-        )
+        self._slots: Cache[tuple[object, ...], Slots] = Cache(CACHED // self.size)
         self._small = [board.address + self._plan.small(self.rank, turn) for turn in (0, 1)]
         self._call = without_warnings()
-        self._prepared: set[torch.dtype] = set()
         self.compiled: dict[tuple[ReduceOp, torch.dtype], Fold] = {}
+
+    # -- announcing, and agreeing on it ----------------------------------------------------------------------------------
+
+    def digest(self, op: Collective) -> bytes:
+        """What ranks compare, in 16 bytes. Labels are for people; ranks may choose them differently."""
+        key = (op.kind, op.reduce_op, op.root, *[(t.shape, t.dtype, t.is_sparse) for t in op.tensors])
+        known = self._digests.get(key)
+        if known is None:
+            described = repr((comparable(replace(op.signature, label="")), any(t.is_sparse for t in op.tensors)))
+            known = self._digests.keep(key, hashlib.blake2b(described.encode(), digest_size=DIGEST).digest())
+        return known
+
+    def announce(self, digest: bytes, parts: list[tuple[int, int]] | None, *, hold: bool = False) -> int:
+        """Announce the next collective and signal; returns the number of signals that every rank must have given by then."""
+        board = self.board
+        board.announce(board.turn, digest)
+        if parts is not None:
+            board.write_table(board.turn, parts, hold=hold)
+        return board.signal()
+
+    def check(self, op: Collective, digest: bytes) -> Steps:
+        """All ranks have announced: raise unless it is the same collective."""
+        if not self.board.agreed(self.board.turn, digest * self.size):
+            yield from self.compare(op)
+
+    def compare(self, op: Collective) -> Steps:
+        """Ranks have announced different collectives: exchange their descriptions, and raise."""
+        memory, plan = self.board.memory, self._plan
+        described = encode(op.signature, limit=plan.chunk - 8)
+        described = len(described).to_bytes(8, "little") + described
+        offset = plan.buffer(self.rank, 0)
+        memory[offset : offset + len(described)] = described
+        yield self.board.signal()
+        signatures = []
+        for rank in range(self.size):
+            offset = plan.buffer(rank, 0)
+            length = int.from_bytes(memory[offset : offset + 8], "little")
+            signatures.append(decode(bytes(memory[offset + 8 : offset + 8 + length]), rank=rank))
+        error = mismatch(self.name, signatures, compared=[replace(s, label="") for s in signatures])
+        raise error or CollectiveMismatch(
+            f"{op} of {self.name}: some ranks bring sparse tensors, others dense ones. Use the same on all ranks.",
+            ops=dict(enumerate(signatures)),
+        )
+
+    def counted(self, steps: Steps) -> Steps:
+        """`steps`, which carry out one collective: it counts as done however they end."""
+        turn = self.board.turn
+        try:
+            yield from steps
+        finally:
+            self.board.turn = turn + 1
 
     def prepare(self, dtype: torch.dtype, nbytes: int) -> None:
         """Called when `nbytes` were allocated in the heap. See Note [When loops are compiled]."""
-        if nbytes < COMPILED or dtype in self._prepared:
-            return
-        self._prepared.add(dtype)
-        for op in (_SUM, _AVG):
-            fold = CompiledFold.find(op, dtype, self.size)
-            if fold is not None:
-                self.compiled[op, dtype] = fold
+        if nbytes >= COMPILED and (_SUM, dtype) not in self.compiled:
+            for op in (_SUM, _AVG):
+                self.compiled[op, dtype] = CompiledFold.find(op, dtype, self.size) or Fold.of(op, dtype)
 
     def general(self, op: Collective, whole: Collective, digest: bytes) -> Steps:
         """The program for any reduction and dtype: `whole` is what the caller submitted, of which `op` may be a part."""
@@ -88,14 +153,10 @@ class AllReduce(AnnouncedPrograms):
 
     def plain_sum(self, op: Collective) -> Steps | None:
         """The program of a plain sum or mean; None if `op` is not one."""
-        if op.kind is not _ALL_REDUCE or len(op.inputs) != 1:
-            return None
-        if op.reduce_op is not _SUM and op.reduce_op is not _AVG:
+        if op.kind is not _ALL_REDUCE or len(op.inputs) != 1 or (op.reduce_op is not _SUM and op.reduce_op is not _AVG):
             return None
         t = op.inputs[0]
-        if t.dtype not in SUMMED or t.layout is not torch.strided or not t.is_cpu or op.outputs[0] is not t:
-            return None
-        if not t.is_contiguous() or t.is_neg():
+        if t.dtype not in SUMMED or not t.is_cpu or op.outputs[0] is not t or not is_plain(t):
             return None
         nbytes = t.numel() * t.element_size()
         return (
@@ -124,7 +185,7 @@ class AllReduce(AnnouncedPrograms):
         finally:
             board.turn = turn + 1
 
-    def _new_slots(self, op: Collective, key: tuple[object, ...]) -> tuple[bytes, list[np.ndarray[Any, Any]], int]:
+    def _new_slots(self, op: Collective, key: tuple[object, ...]) -> Slots:
         """The digests of a small sum; every rank's slot as an array, and an array for the result; the address of the latter."""
         t = op.inputs[0]
         dtype = SUMMED[t.dtype]
@@ -136,7 +197,6 @@ class AllReduce(AnnouncedPrograms):
     # -- large tensors ---------------------------------------------------------------------------------------------------
 
     def _large(self, t: Tensor, fold: Fold) -> Steps:
-        """All ranks have announced where their tensor lies."""
         offsets = self.board.first_offsets(self.board.turn)
         if min(offsets) < 0:
             yield from self._in_chunks(flat(t), fold)
@@ -160,7 +220,6 @@ class AllReduce(AnnouncedPrograms):
         return known
 
     def _piece(self, offset: int, nbytes: int, fold: Fold) -> Piece:
-        """The segment's bytes from `offset`, as what `fold` works on."""
         board = self.board
         return (
             board.tensor(offset, nbytes, fold.dtype) if fold.array is None else board.array(offset, nbytes, fold.array)

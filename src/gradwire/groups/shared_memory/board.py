@@ -23,31 +23,18 @@ V = TypeVar("V")
 
 ABSENT, HERE, LEFT, FAILED = range(4)
 """The state that a rank publishes."""
-
 FAILURE_RECORD = 4096
 """Bytes that a rank has for the reason of its failure."""
-
-SLOTS = 32
-"""Messages from one rank to another that can be under way at a time."""
-
-SLOT = 64
-"""Bytes of one message's slot."""
-
+SLOTS, SLOT = 32, 64
+"""Messages from one rank to another that can be under way at a time, and bytes of a message's slot."""
 SMALL = 32 << 10
 """Bytes up to which a contribution travels together with the announcement of the collective."""
-
-CHUNK = 1 << 20
-"""Bytes of one staging buffer, where there is room for it."""
-
-SMALLEST_CHUNK = 32 << 10
-"""Bytes of one staging buffer where shared memory is short."""
-
+CHUNK, SMALLEST_CHUNK = 1 << 20, 32 << 10
+"""Bytes of one staging buffer, and of one where shared memory is short."""
 BUFFERS = 3
 """Staging buffers per rank: see Note [Three buffers] in all_reduce.py."""
-
 DIGEST = 16
 """Bytes of a digest of what a collective is."""
-
 CACHED = 4096
 """Views of the segment that are kept for the next time they are needed."""
 
@@ -63,7 +50,6 @@ class Cache(dict[K, V]):
         self.limit = limit
 
     def keep(self, key: K, value: V) -> V:
-        """Add an entry, and return its value."""
         if len(self) >= self.limit:
             self.clear()
         self[key] = value
@@ -88,7 +74,7 @@ class SegmentPlan:
         self.pids = self.recoveries + size * 8
         self.wait_queue = _pages(self.pids + size * 8)
         self.failure_records = _pages(self.wait_queue + size * WaitQueue.STRIDE)
-        # Two rows of digests, and two tables per rank, used in turn: see Note [What may be written when] in agreement.py.
+        # Two rows of digests, and two tables per rank, used in turn: see Note [What may be written when] in all_reduce.py.
         self.digests = self.failure_records + size * FAILURE_RECORD
         self.tables = _pages(self.digests + 2 * size * DIGEST)
         self.table_stride = -(-(_TABLE.size + 16 * size) // 64) * 64
@@ -116,15 +102,12 @@ class SegmentPlan:
         return self.staging + rank * self.staging_stride + 2 * SMALL + number % BUFFERS * self.chunk
 
     def table(self, rank: int, turn: int) -> int:
-        """The table that `rank` uses in collective number `turn`."""
         return self.tables + (2 * rank + (turn & 1)) * self.table_stride
 
     def slots(self, sender: int, receiver: int) -> int:
-        """The slots for messages of one pair."""
         return self.message_slots + (sender * self.size + receiver) * SLOTS * SLOT
 
     def heap(self, rank: int) -> int:
-        """Where the heap of `rank` begins."""
         return self.heaps + rank * self.heap_stride
 
 
@@ -166,7 +149,6 @@ class Board:
         """The number of the collective that is being carried out, or else of the next one."""
         self._digests = [plan.digests, plan.digests + plan.size * DIGEST]
         self._my_digest = rank * DIGEST
-        self._first_parts = [[plan.table(r, turn) + _TABLE.size for r in range(plan.size)] for turn in (0, 1)]
 
     def signal(self) -> int:
         """Publish everything written so far: raise this rank's counter and wake the ranks that wait for it. Returns the counter."""
@@ -181,7 +163,6 @@ class Board:
         return signaled
 
     def start_over(self) -> None:
-        """Count from the beginning again, together with all ranks."""
         self.signaled = self.turn = 0
         self.signals[self.rank] = 0
 
@@ -189,12 +170,6 @@ class Board:
         """Where a plain tensor lies in this rank's heap; -1 if it does not."""
         offset = t.data_ptr() - self.address
         return offset if offset in self._heap else -1
-
-    def behind(self, target: int) -> list[int]:
-        """Ranks whose counter is below `target`."""
-        return [rank for rank, count in enumerate(self.signals.tolist()) if count < target]
-
-    # -- joining, failing, leaving -------------------------------------------------------------------------------------
 
     def set_state(self, state: int, words: str = "") -> None:
         """Publish this rank's state, with a reason; from any thread."""
@@ -214,8 +189,6 @@ class Board:
         (length,) = struct.unpack_from("<I", self.memory, offset)
         return self.memory[offset + 4 : offset + 4 + min(length, FAILURE_RECORD - 4)].decode(errors="replace")
 
-    # -- tables --------------------------------------------------------------------------------------------------------
-
     def announce(self, turn: int, digest: bytes) -> None:
         """Publish what collective number `turn` is."""
         offset = self._digests[turn & 1] + self._my_digest
@@ -227,10 +200,8 @@ class Board:
         return self.memory[offset : offset + len(digests)] == digests
 
     def write_table(self, turn: int, parts: list[tuple[int, int]], *, hold: bool) -> None:
-        """Publish where each part lies (-1: in the staging buffers) and its length.
-
-        `hold`: parts lie in the caller's memory, which the other ranks must have read before the collective is over.
-        """
+        """Publish where each part lies (-1: in the staging buffers) and its length. `hold`: the other ranks must have read them
+        from the caller's memory before the collective is over."""
         offset = self.plan.table(self.rank, turn)
         _TABLE.pack_into(self.memory, offset, hold, len(parts))
         for i, part in enumerate(parts):
@@ -238,7 +209,8 @@ class Board:
 
     def first_offsets(self, turn: int) -> list[int]:
         """Where the first part of each rank lies, by their tables for collective number `turn`."""
-        return [_PART.unpack_from(self.memory, offset)[0] for offset in self._first_parts[turn & 1]]
+        tables = (self.plan.table(rank, turn) for rank in range(self.size))
+        return [_PART.unpack_from(self.memory, table + _TABLE.size)[0] for table in tables]
 
     def read_table(self, rank: int, turn: int) -> tuple[bool, list[tuple[int, int]]]:
         """What `rank` announced for collective number `turn`: whether it holds, and (offset, length) of its parts."""

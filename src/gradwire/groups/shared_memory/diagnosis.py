@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import select
-import threading
 import time
 from collections.abc import Sequence
 
 from gradwire.errors import UNEVEN, CollectiveTimeout, GroupAborted, GroupError, PeerLost
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.shared_memory.board import FAILED, LEFT, Board
+from gradwire.groups.shared_memory.sync import SLICE
 from gradwire.groups.work import Work
 from gradwire.runtime.host import is_dead, process_start
 
@@ -20,51 +19,20 @@ _PASSED_ON = re.compile(r"rank \d+ failed: ")
 
 
 class Pulse:
-    """Watches which of the other ranks' processes have died.
-
-    A process that has died, even if its parent has not waited for it yet, makes its pidfd readable, and a number that was given to
-    another process in the meantime cannot be mistaken for it. Where there are no pidfds, the process's entry in /proc is read.
-    """
+    """Which of the other ranks' processes have died, by their entries in /proc; looked up at most once per `SLICE`."""
 
     def __init__(self, pids: Sequence[int]) -> None:
-        """`pids` has the process of each rank."""
-        self._lock = threading.RLock()  # `close` may run in a finalizer, in the middle of `dead`
-        self._poll = select.poll()
-        self._ranks: dict[int, int] = {}
-        self._starts: dict[int, tuple[int, str | None]] = {}
-        self._dead: set[int] = set()
-        for rank, pid in enumerate(pids):
-            if pid == os.getpid():
-                continue  # a rank of this very process lives as long as we do
-            try:
-                fd = os.pidfd_open(pid)
-            except ProcessLookupError:
-                self._dead.add(rank)
-                continue
-            except (AttributeError, OSError):
-                self._starts[rank] = pid, process_start(pid)
-                continue
-            self._ranks[fd] = rank
-            self._poll.register(fd, select.POLLIN)
+        """`pids` has the process of each rank. A rank of this very process lives as long as we do."""
+        self._processes = {rank: (pid, process_start(pid)) for rank, pid in enumerate(pids) if pid != os.getpid()}
+        self._dead: list[int] = []
+        self._looked = -SLICE
 
     def dead(self) -> list[int]:
-        """The ranks whose processes have died. Never waits."""
-        with self._lock:
-            if self._ranks:
-                self._dead.update(self._ranks[fd] for fd, _ in self._poll.poll(0) if fd in self._ranks)
-            for rank, (pid, start) in self._starts.items():
-                if start is None or is_dead(pid, start):
-                    self._dead.add(rank)
-            return sorted(self._dead)
-
-    def close(self) -> None:
-        """Give the descriptors back."""
-        with self._lock:
-            for fd in self._ranks:
-                self._poll.unregister(fd)
-                os.close(fd)
-            self._ranks = {}
-            self._starts = {}
+        if time.monotonic() - self._looked > SLICE:
+            processes = self._processes.items()
+            self._dead = [rank for rank, (pid, start) in processes if start is None or is_dead(pid, start)]
+            self._looked = time.monotonic()
+        return self._dead
 
 
 def report(error: BaseException) -> tuple[int, str]:
@@ -103,7 +71,6 @@ class Diagnosis:
         return None
 
     def left(self) -> list[int]:
-        """The other ranks that have closed their group."""
         states = self.board.states.tolist()
         return [rank for rank, word in enumerate(states) if word & 0xFF == LEFT and rank != self.board.rank]
 

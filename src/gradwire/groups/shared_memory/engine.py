@@ -15,9 +15,9 @@ pair its operation with a later one of ours. So this rank publishes its failure 
 that operation; a rank that arrives late, or waits for this one, fails at once. `recover` brings all ranks back into step.
 
 Note [Breaking off]
-A program may also end in the middle on this rank alone: there was no memory for a copy, or Ctrl-C hit the thread that drives.
-The others would wait for signals that never arrive. So the group fails here and now, and publishes why. The one error that leaves
-ranks in step is CollectiveMismatch, which a program raises after its last signal.
+A program may also end in the middle on this rank alone: there was no memory for a copy, or Ctrl-C hit the thread that drives. So
+the group fails here and now, and publishes why. The one error that leaves ranks in step is CollectiveMismatch, which a program
+raises after its last signal.
 
 Note [The last reference]
 Operations in flight keep their group, so the last reference to it may go when one of them is settled, in the thread that drives.
@@ -41,7 +41,7 @@ from typing import NamedTuple
 from gradwire.collectives import Collective
 from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted
 from gradwire.groups.ledger import Arrivals
-from gradwire.groups.shared_memory.agreement import Steps
+from gradwire.groups.shared_memory.all_reduce import Steps
 from gradwire.groups.shared_memory.board import HERE, LEFT, Board
 from gradwire.groups.shared_memory.diagnosis import CLOSED, Diagnosis
 from gradwire.groups.shared_memory.heap import Heap
@@ -98,7 +98,6 @@ class SharedMemoryEngine:
     # -- for the group -------------------------------------------------------------------------------------------------
 
     def put(self, work: Work) -> None:
-        """Queue an operation, in the order of submission."""
         if work.op.kind.is_p2p:
             self._new_p2p.append(work)
         else:
@@ -142,7 +141,7 @@ class SharedMemoryEngine:
         steps: Steps | None = None
         try:
             # Only the driving thread may check: an operation that is being taken up is neither in the queue nor current.
-            steps = None if self._busy() else self.programs.all_reduce.plain_sum(op)
+            steps = None if self._busy() else self.programs.plain_sum(op)
             if steps is None:
                 return False
             signals, fence = self.board.signals, self.board.fence
@@ -180,13 +179,13 @@ class SharedMemoryEngine:
     def arrivals(self, work: Work) -> Arrivals:
         """Which ranks have reached what the operation waits for; an operation that is queued waits for the one before it."""
         current = self._current
-        missing = [] if current is None or work.is_completed() else self.board.behind(current.target)
-        return Arrivals(tuple(r for r in range(self.size) if r not in missing), tuple(missing))
+        target = 0 if current is None or work.is_completed() else current.target
+        missing = tuple(rank for rank, count in enumerate(self.board.signals.tolist()) if count < target)
+        return Arrivals(tuple(r for r in range(self.size) if r not in missing), missing)
 
     # -- driving -------------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """The group's own thread."""
         while True:
             self._submitted.acquire()
             while self._submitted.acquire(blocking=False):
@@ -385,7 +384,6 @@ class SharedMemoryEngine:
         board.fence()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End the thread; leave the board."""
         self._stopping = True
         thread = self._thread
         self.board.wait_queue.wake(self.rank)
@@ -394,4 +392,3 @@ class SharedMemoryEngine:
             thread.join(timeout)
         if self.board.states[self.rank] & 0xFF == HERE:
             self.board.set_state(LEFT)
-        self.diagnosis.pulse.close()

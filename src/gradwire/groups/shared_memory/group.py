@@ -35,7 +35,7 @@ from gradwire.groups.shared_memory.diagnosis import Diagnosis, Pulse, report
 from gradwire.groups.shared_memory.engine import SharedMemoryEngine
 from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.shared_memory.segment import Segment, Ticket, default_directory
-from gradwire.groups.shared_memory.sync import SLICE, Futex, Polling, Sleep
+from gradwire.groups.shared_memory.sync import Futex, Polling
 from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.work import Work
 from gradwire.recorder.source import derived_id
@@ -77,7 +77,7 @@ class SharedMemoryGroup(Group):
         least = SegmentPlan(size, 0).heaps + size * _SMALLEST_HEAP
         if not isinstance(room, int) or not least <= room <= sys.maxsize:
             raise UsageError(
-                f"{self}: room={room!r} is not enough, or too much. Leave it out, or pass at least {least} bytes."
+                f"{self}: room={room!r} is not enough, or too much. Leave it out, or pass {least} bytes or more."
             )
         if waiting not in ("auto", "futex", "polling"):
             raise UsageError(f"{self}: waiting={waiting!r} is unknown. Choose auto, futex or polling.")
@@ -85,13 +85,16 @@ class SharedMemoryGroup(Group):
         with rendezvous.meeting(rendezvous.next_key("gradwire/shared-memory")):
             segment, plan = _meet(self, rendezvous, directory or default_directory(), room)
             try:
-                self._board = board = Board(segment, plan, rank, _sleep(waiting, segment))
+                polls = waiting == "polling" or (waiting == "auto" and not Futex.available())
+                sleep = Polling(segment.view) if polls else Futex(segment.address)
+                self._board = board = Board(segment, plan, rank, sleep)
                 start = plan.heap(rank)
                 reserve = partial(segment.reserve, what=f"heap of rank {rank}")
                 self._heap = Heap(segment.memory, start, start + plan.heap_stride, reserve)
                 board.pids[rank] = os.getpid()
                 board.set_state(HERE)
-                _wait_until_all_mapped(board, rendezvous)
+                rendezvous.exchange("mapped", "yes")
+                board.fence()
                 segment.unlink()
                 diagnosis = Diagnosis(self.ledger, board, Pulse(board.pids.tolist()))
             except BaseException:
@@ -171,7 +174,7 @@ class SharedMemoryGroup(Group):
             way = "Until then, tensors that do not fit are in ordinary memory, and are copied on their way."
             _warn_once("room", f"{error} {way}")
             return super().allocate(numel, dtype=dtype, device=device)
-        self._engine.programs.all_reduce.prepare(dtype, t.nbytes)
+        self._engine.programs.prepare(dtype, t.nbytes)
         return t
 
     def in_heap(self, t: Tensor) -> bool:
@@ -210,10 +213,10 @@ class SharedMemoryGroup(Group):
 
     def recover(self, timeout: float | None = None) -> None:
         """Meet the other ranks and count operations from the beginning."""
-        self.refuse_in_child("recover()")
+        limit = self._recovery_limit(timeout)
         if isinstance(self.failure, PeerLost):
             raise again(self.failure)
-        self._engine.recover(self._recovery_limit(timeout))
+        self._engine.recover(limit)
         self.failure = None
 
     def _release(self) -> None:
@@ -232,15 +235,6 @@ def _warn_once(about: str, text: str) -> None:
 def _stop(engine: SharedMemoryEngine, segment: Segment) -> None:
     engine.stop()
     segment.close()
-
-
-def _sleep(waiting: str, segment: Segment) -> Sleep:
-    if waiting == "polling" or (waiting == "auto" and not Futex.available()):
-        return Polling(segment.view)
-    return Futex(segment.address)
-
-
-# -- how the ranks find each other -------------------------------------------------------------------------------------------
 
 
 def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room: int) -> tuple[Segment, SegmentPlan]:
@@ -273,20 +267,3 @@ def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room
         plan = SegmentPlan(size, segment.nbytes, chunk)
     group.ledger.identify(derived_id(ticket.token))
     return segment, plan
-
-
-def _wait_until_all_mapped(board: Board, rendezvous: Rendezvous) -> None:
-    def absent() -> list[int]:
-        return [rank for rank, state in enumerate(board.states.tolist()) if not state]
-
-    def wait(seconds: float) -> bool:
-        if absent():
-            board.wait_queue.sleep(lambda: not absent(), board.fence, min(seconds, SLICE))
-        return not absent()
-
-    def late() -> GroupError | None:
-        missing = absent()
-        return rendezvous.absent(missing, [r for r in range(board.size) if r not in missing]) if missing else None
-
-    rendezvous.wait_until(wait, late)
-    board.fence()

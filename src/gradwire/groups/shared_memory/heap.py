@@ -1,8 +1,7 @@
 """One rank's heap in the segment: memory that the other ranks can reach, handed out as tensors.
 
 A block goes back to the heap when the last tensor that lies in it is gone: the tensor's storage holds the block's numpy
-array, and the callback of a weak reference to that array is what frees it. Blocks are found first fit, and neighbors that are
-free become one.
+array, and the callback of a weak reference to that array frees it. Blocks are found first fit, and free neighbors become one.
 
 Note [Blocks that another rank may still write]
 A collective in the heap is carried out by all ranks: others write into this rank's block. When it fails here, another rank may
@@ -10,8 +9,8 @@ still be at it. From a failure until all ranks have met again (`Group.recover`),
 a late write cannot land in another tensor.
 
 Note [No finalizer per block]
-`weakref.finalize` keeps all finalizers of the process in one dictionary, and at exit Python iterates over it without a lock. If a
-group's thread freed a block at that moment, the iteration would end with an error, and no finalizer of the process would run.
+`weakref.finalize` keeps all finalizers of the process in one dictionary, and at exit Python iterates over it without a lock, which
+would fail if a group's thread freed a block at that moment.
 """
 
 from __future__ import annotations
@@ -57,13 +56,6 @@ class Heap:
     def reserved(self) -> int:
         """Bytes of memory that the heap has asked for so far."""
         return self._top - self._start
-
-    @property
-    def available(self) -> int:
-        """Bytes of these that are not in use."""
-        with self._lock:
-            self._collect()
-            return sum(nbytes for _, nbytes in self._free)
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor in a block of its own."""
@@ -137,5 +129,4 @@ class Heap:
         self._holding = True
 
     def let_go(self) -> None:
-        """All ranks have met: what was kept back is free."""
         self._holding = False

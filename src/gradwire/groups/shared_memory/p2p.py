@@ -3,10 +3,8 @@
 Each ordered pair of ranks has `SLOTS` slots. A sender writes a message's header into a free slot (tag, dtype, size, and where in
 its heap the bytes lie) and its number last; the receiver copies the bytes out and acknowledges. A send is over when it is
 acknowledged, as in MPI's synchronous mode. Messages of one sender with one tag are taken in order; a receive from any rank
-checks the ranks in turn, beginning after the one that was served last. Messages beyond the number of slots wait at the sender.
-
-A sender that gives up withdraws its message by marking it; the bytes stay where they are until the receiver has acknowledged,
-or the group ends, because the receiver may be reading them at that moment.
+checks the ranks in turn, beginning after the one that was served last. A sender that gives up marks its message as withdrawn; the
+bytes stay where they are until the receiver, which may be reading them at that moment, has acknowledged, or the group ends.
 """
 
 from __future__ import annotations
@@ -21,16 +19,17 @@ from torch import Tensor
 from gradwire.collectives import OpKind
 from gradwire.collectives.aliasing import is_plain
 from gradwire.collectives.reference import store
-from gradwire.errors import CollectiveMismatch, GroupError
+from gradwire.errors import CollectiveMismatch
 from gradwire.groups.shared_memory.board import SLOT, SLOTS, Board
 from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.work import Work
 
 _HEAD = struct.Struct("<qQQQ")  # tag, dtype, elements, offset; after the number
 _NUMBER, _HEAD_AT, _ACK, _WITHDRAWN = 0, 8, 40, 48
-_OK, _MISMATCH, _FAILED = range(3)
+_OK, _REFUSED, _ANSWERS = range(
+    3
+)  # an acknowledgment is the message's number times the last, plus one of the first two
 _BYTES_PER_CHECK = 4096
-_ANSWERS = 4  # an acknowledgment is the message's number times this, plus one of the three above
 
 
 def _code(dtype: torch.dtype) -> int:
@@ -38,11 +37,11 @@ def _code(dtype: torch.dtype) -> int:
 
 
 class MailboxMessage:
-    """A send or receive under way."""
+    """A send or receive under way. `peers` are the ranks that it may go to or come from."""
 
-    def __init__(self, work: Work, peers: list[int]) -> None:
-        """`peers` are the ranks that it may go to or come from."""
+    def __init__(self, work: Work, mailbox: Mailbox, peers: list[int]) -> None:
         self.work = work
+        self.mailbox = mailbox
         self.peers = peers
         self.over = False
         self.checks = 1 + work.op.nbytes // _BYTES_PER_CHECK
@@ -64,15 +63,12 @@ class MailboxMessage:
         return not self.over and rank in self.peers and all(peer in left for peer in self.peers)
 
     def _step(self) -> bool:
-        """Try; True if anything changed."""
         raise NotImplementedError
 
 
 def checks_per_round(messages: Sequence[MailboxMessage], *, alone: bool) -> int:
-    """How many checks a look at all messages counts for, of those that a rank makes before it sleeps.
-
-    The wait must not grow with the number of messages. If all are large, and no collective is under way, the rank sleeps soon.
-    """
+    """How many checks a look at all messages counts for, of those that a rank makes before it sleeps: more if all are large, and
+    no collective is under way."""
     return len(messages) * (min(message.checks for message in messages) if alone else 1) if messages else 1
 
 
@@ -97,12 +93,11 @@ class Mailbox:
         return [first + i * SLOT for i in range(SLOTS)]
 
     def message(self, work: Work) -> MailboxMessage:
-        """Take up a send or receive."""
+        peers = [rank for rank in range(self.size) if rank != self.rank] if work.op.peer is None else [work.op.peer]
         if work.op.kind is OpKind.SEND:
-            return PendingSend(work, self)
-        receiving = PendingReceive(work, self)
-        self._receiving.append(receiving)
-        return receiving
+            return PendingSend(work, self, peers)
+        self._receiving.append(PendingReceive(work, self, peers))
+        return self._receiving[-1]
 
     # -- the sender's side ---------------------------------------------------------------------------------------------
 
@@ -134,12 +129,10 @@ class Mailbox:
         return status if answered == number else None
 
     def release(self, peer: int, slot: int) -> None:
-        """The slot can be used again."""
         self._words[(slot + _NUMBER) // 8] = 0
         self._free[peer].append(slot)
 
     def withdraw(self, peer: int, slot: int, number: int, t: Tensor) -> None:
-        """The sender has given up."""
         self._publish(slot + _WITHDRAWN, 1, peer)
         self._withdrawn.append((peer, slot, number, t))
 
@@ -175,14 +168,13 @@ class Mailbox:
                 continue
             self.board.fence()  # what else the slot holds was written before its number; it must be read after it, too
             if words[(slot + _WITHDRAWN) // 8]:
-                self.acknowledge(peer, slot, number, _MISMATCH)  # so that the sender can use the slot again
+                self.acknowledge(peer, slot, number, _REFUSED)  # so that the sender can use the slot again
                 continue
             if (found is None or number < found[1]) and _HEAD.unpack_from(self._memory, slot + _HEAD_AT)[0] == tag:
                 found = slot, number
         return found
 
     def acknowledge(self, peer: int, slot: int, number: int, status: int) -> None:
-        """Notify the sender that its message was taken."""
         self._publish(slot + _ACK, _ANSWERS * number + status, peer)
 
     def _publish(self, offset: int, value: int, peer: int) -> None:
@@ -204,17 +196,12 @@ class Mailbox:
 
 
 class PendingSend(MailboxMessage):
-    """A send."""
+    """A send: puts the message into a slot, then waits for the acknowledgment."""
 
-    def __init__(self, work: Work, mailbox: Mailbox) -> None:
-        assert work.op.peer is not None
-        super().__init__(work, [work.op.peer])
-        self._mailbox = mailbox
-        self._put: tuple[int, int, Tensor] | None = None
+    _put: tuple[int, int, Tensor] | None = None
 
     def _step(self) -> bool:
-        """Put the message into a slot, then wait for the acknowledgment."""
-        work, mailbox, (peer,) = self.work, self._mailbox, self.peers
+        work, mailbox, (peer,) = self.work, self.mailbox, self.peers
         if self._put is None:
             if work.is_completed():
                 self.over = True
@@ -232,29 +219,16 @@ class PendingSend(MailboxMessage):
         self.over = True
         if status == _OK:
             work.finish()
-        elif status == _MISMATCH:
-            work.fail(_mismatch(work, f"rank {peer} receives another dtype or number of elements"))
         else:
-            work.fail(
-                GroupError(
-                    f"{work.op} of {work.ledger.name} on rank {work.ledger.rank}: rank {peer} could not write what was sent "
-                    "where it was to be received. Look at its error."
-                )
-            )
+            work.fail(_mismatch(work, f"rank {peer} receives another dtype or number of elements, or see its error"))
         return True
 
 
 class PendingReceive(MailboxMessage):
-    """A receive, from one rank or from any."""
-
-    def __init__(self, work: Work, mailbox: Mailbox) -> None:
-        peer = work.op.peer
-        super().__init__(work, [r for r in range(mailbox.size) if r != mailbox.rank] if peer is None else [peer])
-        self._mailbox = mailbox
+    """A receive, from one rank or from any: looks for a message with its tag."""
 
     def _step(self) -> bool:
-        """Look for a message with its tag."""
-        work, mailbox = self.work, self._mailbox
+        work, mailbox = self.work, self.mailbox
         if work.is_completed():
             self.over = True
             return True
@@ -267,7 +241,7 @@ class PendingReceive(MailboxMessage):
         return False
 
     def _take(self, peer: int, slot: int, number: int) -> None:
-        work, mailbox = self.work, self._mailbox
+        work, mailbox = self.work, self.mailbox
         _, dtype, numel, offset = _HEAD.unpack_from(mailbox.board.memory, slot + _HEAD_AT)
         place = work.op.outputs[0]
         self.over = True
@@ -276,19 +250,16 @@ class PendingReceive(MailboxMessage):
             try:
                 store(place.detach(), mailbox.board.tensor(offset, place.nbytes, place.dtype))
             except BaseException:
-                mailbox.acknowledge(peer, slot, number, _FAILED)
+                mailbox.acknowledge(peer, slot, number, _REFUSED)
                 raise
             mailbox.acknowledge(peer, slot, number, _OK)
             work.finish(source_rank=peer)
         else:
-            mailbox.acknowledge(peer, slot, number, _MISMATCH)
+            mailbox.acknowledge(peer, slot, number, _REFUSED)
             kind = "" if numel != place.numel() else " of another dtype"
             work.fail(_mismatch(work, f"rank {peer} sends {numel} elements{kind}"))
 
 
 def _mismatch(work: Work, what: str) -> CollectiveMismatch:
-    return CollectiveMismatch(
-        f"{work.op} of {work.ledger.name} on rank {work.ledger.rank}: {what}. "
-        "Both sides need the same dtype and number of elements.",
-        ops={work.ledger.rank: work.op.signature},
-    )
+    text = f"{work.ledger.where(work)}: {what}. Both sides need the same dtype and number of elements."
+    return CollectiveMismatch(text, ops={work.ledger.rank: work.op.signature})

@@ -63,8 +63,6 @@ class Segment:
         self.view = memoryview(self.memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
-    # -- making one, and joining one -----------------------------------------------------------------------------------
-
     @classmethod
     def create(cls, *, ranks: int, nbytes: int, directory: str, host: str) -> tuple[Segment, Ticket]:
         """A new segment with room for `nbytes` (less where address space is short, but not much less than needed)."""
@@ -75,7 +73,7 @@ class Segment:
             if name is not None:
                 os.unlink(name)
             raise GroupError(
-                f"shared memory for {ranks} ranks: cannot map {size_text(nbytes)} of {directory}: {error.strerror}. "
+                f"shared memory for {ranks} ranks: cannot map {nbytes / 2**20:,.1f} MiB of {directory}: {error.strerror}. "
                 "Raise the limits on address space and file size (ulimit -v, ulimit -f), or use another group."
             ) from error
         finally:
@@ -117,13 +115,10 @@ class Segment:
                 )
             return cls(os.dup(fd), ticket.nbytes)
         except OSError as error:
-            raise GroupError(
-                f"{what}: cannot be mapped: {error.strerror}. Raise the limit on address space (ulimit -v)."
-            ) from error
+            advice = "Raise the limit on address space (ulimit -v)."
+            raise GroupError(f"{what}: cannot be mapped: {error.strerror}. {advice}") from error
         finally:
             os.close(fd)
-
-    # -- memory --------------------------------------------------------------------------------------------------------
 
     def reserve(self, offset: int, nbytes: int, *, what: str) -> None:
         """Get memory for a range, or raise GroupError saying how much was asked for and what is free."""
@@ -133,15 +128,15 @@ class Segment:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
                 raise
+            asked, free = f"{nbytes / 2**20:,.1f} MiB", f"{self.free / 2**20:,.1f} MiB"
             raise SharedMemoryFull(
-                f"shared memory: no room for {size_text(nbytes)} ({what}): {error.strerror}; {size_text(self.free)} are free where "
-                "the segment lies. Make /dev/shm larger (docker run --shm-size=...; mount -o remount,size=... /dev/shm), or give "
-                "directory= on a larger tmpfs to gw.init() or SharedMemoryGroup, or GRADWIRE_SHM_DIRECTORY in the environment."
+                f"shared memory: no room for {asked} ({what}): {error.strerror}; {free} are free where the segment lies. Make "
+                "/dev/shm larger (docker run --shm-size=...; mount -o remount,size=... /dev/shm), or give directory= on a larger "
+                "tmpfs to gw.init() or SharedMemoryGroup, or GRADWIRE_SHM_DIRECTORY in the environment."
             ) from error
 
     @property
     def free(self) -> int:
-        """Bytes that the file system has left."""
         status = os.fstatvfs(self.fd)
         return status.f_bavail * status.f_frsize
 
@@ -153,7 +148,6 @@ class Segment:
                 os.unlink(name)
 
     def close(self) -> None:
-        """Let go of the descriptor."""
         if not self._closed:
             self._closed = True
             self.unlink()
@@ -163,35 +157,20 @@ class Segment:
 
 def _open_new(directory: str) -> tuple[int, str | None]:
     """A new file of mode 0600: see Note [A file without a name]."""
-    flags = os.O_RDWR | os.O_CLOEXEC
-    if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
-        try:
-            return os.open(directory, flags | os.O_TMPFILE, 0o600), None
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
-                raise _no_directory(directory, error) from error
+    flags, name = os.O_RDWR | os.O_CLOEXEC, os.path.join(directory, f"gradwire-{secrets.token_hex(16)}")
     try:
-        name = os.path.join(directory, f"gradwire-{secrets.token_hex(16)}")
+        if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
+            try:
+                return os.open(directory, flags | os.O_TMPFILE, 0o600), None
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+                    raise
         return os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600), name
     except OSError as error:
-        raise _no_directory(directory, error) from error
-
-
-def _no_directory(directory: str, error: OSError) -> UsageError:
-    return UsageError(
-        f"shared memory in {directory!r}: {error.strerror}. Give a directory= that exists and may be written, on a tmpfs."
-    )
+        advice = "Give a directory= that exists and may be written, on a tmpfs."
+        raise UsageError(f"shared memory in {directory!r}: {error.strerror}. {advice}") from error
 
 
 def default_directory() -> str:
     """Where shared memory lies: /dev/shm where there is one."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-
-
-def size_text(nbytes: int) -> str:
-    value, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.4g} {unit}"

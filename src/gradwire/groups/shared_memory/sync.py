@@ -10,13 +10,12 @@ ever grows, so a reader that sees an old value waits a little longer, and nothin
 
 Note [The fence]
 x86 keeps stores in order; ARM does not, and neither keeps a store before a later load. What is needed is a full fence, and
-Python has none by name. It has locks: releasing one is a store-release, or a stronger read-modify-write, and acquiring one
-is a load-acquire, or stronger. ARMv8 keeps a load-acquire behind every store-release that comes before it in program order,
-whatever their addresses; everything before the release stays before it, everything after the acquire stays after it. So
-`release` *followed by* `acquire`, on a lock that only this thread uses, is a full fence (0.1 to 0.3 us). The other way round
-(`with lock: pass`) is not: what is before an acquire may sink below it, what is after a release may rise above it. On x86 both
-are locked instructions and fence by themselves. On POWER and RISC-V a release followed by an acquire need not keep a store before
-a later load: data and counters are still in order there, but a wake-up can be late by `SLICE`; it is never lost.
+Python has none by name. It has locks: releasing one is a store-release or stronger, acquiring one a load-acquire or stronger. ARMv8
+keeps a load-acquire behind every store-release that comes before it in program order, whatever their addresses; everything before
+the release stays before it, everything after the acquire stays after it. So `release` *followed by* `acquire`, on a lock that only
+this thread uses, is a full fence (0.1 to 0.3 us). The other way round (`with lock: pass`) is not. On x86 both are locked
+instructions and fence by themselves. On POWER and RISC-V this need not keep a store before a later load: data and counters are
+still in order there, but a wake-up can be late by `SLICE`; it is never lost.
 
     writer: bytes; fence; counter += 1; fence; check whether the reader sleeps
     reader: read the counter; fence; bytes
@@ -34,14 +33,12 @@ A writer may be killed between writing 0 and waking; therefore no rank sleeps lo
 after every sleep whether the others are alive.
 
 Note [Spin, then sleep]
-A sleep and a wake-up cost 20 to 60 us and two switches; a peer that is about to signal does so within a few. So a waiter checks a
-number of times before it sleeps, as long as there is a core for every rank: first without pause, then, for a millisecond or
-two, giving up the interpreter lock at each check. Where ranks outnumber cores a spinning rank keeps the one it waits for from
-running; it gives up the core at each check instead, and sleeps soon. So do the two ends of a large message, which take turns.
+A sleep and a wake-up cost 20 to 60 us. So a waiter checks a number of times before it sleeps, as long as there is a core for every
+rank: first without pause, then, for a millisecond or two, giving up the interpreter lock at each check. Where ranks outnumber cores
+it gives up the core at each check instead, and sleeps soon. So do the two ends of a large message, which take turns.
 
 Note [Ranks of one process]
-Ranks that are threads of one process share its interpreter lock. A rank that spins keeps it from the very rank it waits for, and
-one that gives it up at each check takes it again before the other is awake. So such a rank checks once and sleeps.
+A rank that spins keeps the interpreter lock from another rank of its process, so it checks once and sleeps.
 """
 
 from __future__ import annotations
@@ -76,13 +73,7 @@ class Fence:
 
 
 class Futex:
-    """How a rank sleeps while its flag, the word at an offset, is 1: the kernel's way, through libc's `syscall`, on Linux.
-
-    The interpreter lock is free while it sleeps.
-    """
-
-    class _Timespec(ctypes.Structure):
-        _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+    """How a rank sleeps while its flag, the word at an offset, is 1: the kernel's way, through libc's `syscall`, on Linux."""
 
     def __init__(self, address: int) -> None:
         """`address` is where offset 0 is mapped in this process."""
@@ -102,15 +93,16 @@ class Futex:
         ctypes.set_errno(0)
         return futex._call(0, _FUTEX_WAKE, 1, None) == 0 and ctypes.get_errno() == 0
 
-    def _call(self, word: int, what: int, value: int, limit: _Timespec | None) -> int:
+    def _call(self, word: int, what: int, value: int, limit: object) -> int:
         where = ctypes.c_void_p(self._address + word)
-        pointer = None if limit is None else ctypes.byref(limit)
-        result: int = self._syscall(self._number, where, what, ctypes.c_uint32(value), pointer, None, 0)
+        result: int = self._syscall(self._number, where, what, ctypes.c_uint32(value), limit, None, 0)
         return result
 
     def sleep(self, word: int, seconds: float) -> None:
         """Sleep for at most `seconds`. May return early for no reason."""
-        limit = self._Timespec(int(seconds), int(seconds % 1 * 1e9))
+        limit = (ctypes.c_long * 2)(
+            int(seconds), int(seconds % 1 * 1e9)
+        )  # a timespec, which an array passes as a pointer
         if self._call(word, _FUTEX_WAIT, 1, limit) == -1:
             problem = ctypes.get_errno()
             if problem not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):

@@ -73,7 +73,7 @@ def test_no_lane_is_one_host() -> None:
 @pytest.mark.parametrize(
     ("hosts", "problem"),
     [
-        ([_host(0, ".c"), _host(1, "c.")], "those with an `across` are not the first 1"),
+        ([_host(0, ".c"), _host(1, "c.")], "with an `across` are not the first"),
         ([_host(0, "cc"), _host(1, "c.")], r"hosts have \[2, 1\] ranks with an `across`"),
         ([_host(0, "cc", ranks=[0, 1]), _host(1, "cc")], "some ranks were given their number, some not"),
         ([_host(0, "cc", ranks=[0, 1]), _host(1, "cc", ranks=[1, 2])], "each of the ranks from 0 up"),
@@ -91,7 +91,9 @@ def test_hosts_that_do_not_fit(hosts: list[list[HostReport]], problem: str) -> N
 
 def test_rails_that_do_not_fit() -> None:
     one, two = _host(0, "cc"), _host(1, "cc")
-    with pytest.raises(UsageError, match=r"joins ranks whose places in their hosts are \[0, 1\].* join the ranks"):
+    with pytest.raises(
+        UsageError, match=r"joins ranks whose places in their hosts are \[\[0, 1\], \[1, 0\]\].* join the ranks"
+    ):
         from_reports(one, [[(0, one), (1, two)], [(1, one), (0, two)]])
     with pytest.raises(UsageError, match="do not have the same hosts in the same order"):
         from_reports(one, [[(0, one), (0, two)], [(1, one), (1, _host(1, "cc."))]])
