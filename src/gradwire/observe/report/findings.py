@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from gradwire.errors import CollectiveMismatch
 from gradwire.observe.hangs.analysis import Cause
 from gradwire.observe.hangs.hang_report import SavedHang
-from gradwire.observe.report.failures import error_name, find_failures
+from gradwire.observe.report.rank_summary import error_name, find_failures
 from gradwire.observe.report.report_model import RunReport
 from gradwire.observe.rings.run_outcome import RankOutcome
 from gradwire.observe.run_warnings import fold_repeated, merge_warnings

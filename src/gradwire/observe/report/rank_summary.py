@@ -1,21 +1,29 @@
-"""What a report needs to know of one rank: a ring of 65,536 records, reduced to a few thousand numbers. Pure."""
+"""What a report needs to know of one rank: a ring of 65,536 records, reduced to a few thousand numbers. Pure.
+
+Note [One failure]
+A collective fails with the same group and ordinal on several ranks. It lets the step fail, and other collectives of the group that
+were in flight; ranks that were elsewhere fail when the group is aborted. All of that is one failure. A script that catches an error
+may go on: what was submitted later has failed on its own. So has every send and receive, since each has its own peer.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
 from gradwire.observe.rings.intervals import Operation, operations
-from gradwire.observe.rings.ring import Ring
+from gradwire.observe.rings.ring import Record, Ring
 from gradwire.observe.run_warnings import warning_records
 from gradwire.observe.stragglers.steps import step_times
 from gradwire.recorder.format import RecordKind
 
 _KEPT_DURATIONS = 10_000
 _KEPT_EVENTS = 50
+_ABORTED = "GroupAborted"
+"""What has failed because something else has."""
 
 
 class TrafficKey(NamedTuple):
@@ -96,3 +104,109 @@ def total_traffic(ranks: Sequence[RankSummary]) -> dict[TrafficKey, Traffic]:
         for key, one in rank.traffic.items():
             total.setdefault(key, Traffic()).add(one.calls, one.nbytes, one.durations)
     return total
+
+
+# -- what has failed -----------------------------------------------------------------------------------------------------
+
+
+class FailedRecord(NamedTuple):
+    """Where something has failed, and when, in seconds since 1970."""
+
+    time: float
+    rank: int
+    record: Record
+
+
+@dataclass(slots=True)
+class RunFailure:
+    """Something that has failed on one rank or on several."""
+
+    places: list[FailedRecord] = field(default_factory=list)
+    others: int = 0
+    """How many other operations have failed with it."""
+
+    @property
+    def first(self) -> FailedRecord:
+        """The first, and of these one that is not just about an abort by another rank."""
+        return min(self.places, key=lambda place: (error_name(place.record) == _ABORTED, place.time))
+
+    @property
+    def ranks(self) -> list[int]:
+        """Where it has failed."""
+        return sorted({place.rank for place in self.places})
+
+    @property
+    def steps(self) -> list[int]:
+        """In which steps, as far as it is known."""
+        return sorted({place.record.step for place in self.places if place.record.step >= 0})
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it was a collective that has failed first, and not a step."""
+        return self.first.record.kind is RecordKind.COLLECTIVE_FAILED
+
+    @property
+    def detail(self) -> str:
+        """The text of the error, and what else has failed with it."""
+        others = f"{self.others} other operation{'s' if self.others > 1 else ''}"
+        return f"{self.first.record.label}{f' {others} in flight failed with it.' if self.others else ''}"
+
+
+def error_name(record: Record) -> str:
+    """The class of the error that a record of a failure holds."""
+    return record.label.partition(":")[0]
+
+
+def find_failures(ranks: Iterable[RankSummary], *, left_out: Container[str] = ()) -> list[RunFailure]:
+    """What has failed, in the order of time, except errors of the classes `left_out`. See Note [One failure]."""
+    found: dict[object, RunFailure] = {}
+    for rank in ranks:
+        own: dict[tuple[int, int], tuple[Record, RunFailure]] = {}
+        """By group and rank in it: the last collective that has failed by itself."""
+        for record in rank.failures:
+            if error_name(record) in left_out:
+                continue
+            place = FailedRecord(rank.wall_time(record.time), rank.rank, record)
+            first, failure = own.get((record.group_id, record.rank), (None, None))
+            if first is not None and failure is not None and _has_failed_with(record, first):
+                if record.kind is RecordKind.STEP_FAILED:
+                    failure.places.append(place)
+                else:
+                    failure.others += 1
+                continue
+            failure = found.setdefault(_identity(rank.rank, record), RunFailure())
+            failure.places.append(place)
+            if record.kind is RecordKind.COLLECTIVE_FAILED:
+                own[record.group_id, record.rank] = record, failure
+    return _with_aborted(sorted(found.values(), key=lambda failure: failure.first.time))
+
+
+def _identity(rank: int, record: Record) -> object:
+    """What the records of one failure have in common on all ranks."""
+    if record.kind is RecordKind.STEP_FAILED:
+        return error_name(record), record.group_id, record.model, record.step
+    return (record.group_id, record.ordinal) if record.ordinal else (rank, record.group_id, record.rank, record.seq)
+
+
+def _has_failed_with(record: Record, first: Record) -> bool:
+    """Whether it was in flight when the first failed on the same rank, or is the step in which that was."""
+    if record.kind is RecordKind.STEP_FAILED:
+        return record.label == first.label
+    alone = not record.ordinal and error_name(record) != _ABORTED  # a send or a receive
+    return not alone and record.time - record.duration < first.time
+
+
+def _with_aborted(failures: list[RunFailure]) -> list[RunFailure]:
+    """With those that are only about an abort added to the failure before them in the same group, which has caused it."""
+    causes = [one for one in failures if error_name(one.first.record) != _ABORTED]
+    kept = list(causes)
+    for failure in failures:
+        if failure not in causes:
+            group = failure.first.record.group_id
+            cause = [one for one in causes if any(place.record.group_id == group for place in one.places)]
+            if cause:
+                cause[-1].places += failure.places
+                cause[-1].others += failure.others
+            else:
+                kept.append(failure)
+    return sorted(kept, key=lambda failure: failure.first.time)

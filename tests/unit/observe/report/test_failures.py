@@ -2,8 +2,7 @@
 
 import pytest
 
-from gradwire.observe.report.failures import find_failures
-from gradwire.observe.report.rank_summary import RankSummary
+from gradwire.observe.report.rank_summary import RankSummary, find_failures
 from gradwire.recorder.format import RecordKind as K
 from helpers.made_rings import MS, made_ring, mark
 
