@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 
 class GradwireError(Exception):
-    """The root: `except GradwireError` catches everything gradwire raises on purpose.
-
-    Facts about an error are attributes that its class declares, with defaults; they are given as keyword arguments.
-    """
+    """The root of all errors. Facts about one are attributes that its class declares; they are given as keyword arguments."""
 
     def __init__(self, *message: object, **facts: Any) -> None:
         super().__init__(*message)
@@ -47,8 +44,8 @@ E = TypeVar("E", bound=BaseException)
 def again(error: E) -> E:
     """A copy of a stored error, to be raised in its place: same type, attributes, notes and cause.
 
-    Raising one object many times makes its traceback longer each time, and keeps all its frames, with their tensors, alive.
-    An error of a user's own code keeps its traceback as the cause of the copy: it shows the line that raised it.
+    Raising one object many times makes its traceback longer each time, and keeps its frames, with their tensors, alive. An error
+    of a user's own code keeps its traceback as the cause of the copy.
     """
     try:
         twin = copy.copy(error)
@@ -106,10 +103,7 @@ class AutogradHookTypeError(AutogradHookError, TypeError):
 
 
 class LayoutError(UsageError, RuntimeError):
-    """Ranks disagree about the parameters or buckets of one model, or its parameters are not those that were replicated.
-
-    `ranks` are those that are not in the majority.
-    """
+    """Ranks disagree about a model's parameters or buckets, or it has changed. `ranks` are those not in the majority."""
 
     ranks: tuple[int, ...] = ()
 
@@ -259,11 +253,7 @@ class NonFiniteGradient(GradwireError, RuntimeError):
 
 
 class ReplicasDiverged(GradwireError, RuntimeError):
-    """Ranks hold different parameters that should be equal.
-
-    `ranks`: those that are not in the majority, or all if there is a `tie`. `parameters`: the tensors that differ. `step`: after
-    how many steps of the check.
-    """
+    """Ranks hold different `parameters`. `ranks` are those not in the majority, or all if there is a `tie`."""
 
     ranks: tuple[int, ...] = ()
     parameters: tuple[str, ...] = ()

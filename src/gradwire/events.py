@@ -1,14 +1,11 @@
 """Typed events, and the emitter that delivers them to listeners.
 
-Every layer that communicates holds an `Emitter` and emits events. Nothing is built, formatted or timed when there is no
-listener, because an emitter's truth value is tested first: `if events: events.emit(...)`. Listeners run in the thread that
-emits and must be quick. What a listener raises is warned about once, kept in `Emitter.errors` and never raised in the
-emitting layer. This module depends on no other layer.
+Nothing is built, formatted or timed if there is no listener: `if events: events.emit(...)`. Listeners run in the thread that emits
+and must be quick. What a listener raises is warned about once, kept in `Emitter.errors` and never raised in the emitting layer.
 
 Note [SystemExit in callbacks]
-A user's callback may raise SystemExit or KeyboardInterrupt. In the main thread they must end the program, so they are raised there.
-In any other thread they would silently end only that thread, which all later operations of a group may need. There they are kept
-like any other exception.
+A user's callback may raise SystemExit or KeyboardInterrupt. In the main thread they are raised, to end the program. In any other
+thread they would silently end only that thread, which later operations may need: there they are kept like any other exception.
 """
 
 from __future__ import annotations
@@ -183,14 +180,10 @@ class Emitter:
     """Delivers events to listeners.
 
     >>> events, seen = Emitter(), []
-    >>> handle = events.listen(seen.append)
-    >>> if events:
+    >>> with events.listen(seen.append):
     ...     events.emit(Event(time=1.0))
-    >>> seen
-    [Event(time=1.0)]
-    >>> handle.remove()
-    >>> bool(events)
-    False
+    >>> seen, bool(events)
+    ([Event(time=1.0)], False)
     """
 
     __slots__ = ("_listeners", "_warned", "errors")

@@ -25,7 +25,6 @@ from gradwire.runtime.host import ProcessState
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    """Declare `gradwire inspect` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "inspect",
         description="Show where every rank of a job is: the state of its process, its step, the collective that it waits in, and "
@@ -41,7 +40,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look once, and print."""
     print("\n".join(inspection(_directory(args.run), whole=args.stacks)))
     return 0
 

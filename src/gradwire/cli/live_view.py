@@ -24,7 +24,9 @@ _STYLES = {Condition.ENDED: "red", Condition.STOPPED: "red", Condition.ABSENT: "
 def picture(status: RunStatus, columns: int, lines: int) -> Group:
     """The view, at most `columns` wide and `lines` high; of many ranks, those that are worth a look."""
     console = Console(width=columns, file=io.StringIO())
-    below = [part for part in (_summary(status), _warning(status)) if part]
+    below = [_summary(status)]
+    if status.warning:
+        below.append(Text(f"last warning: {status.warning}", style="yellow"))
     room = lines - 2 - sum(len(part.wrap(console, columns)) for part in below)
     shown = chosen(status.ranks, max(1, room))
     if len(shown) < len(status.ranks):
@@ -103,7 +105,3 @@ def _figures(status: RunStatus) -> list[str]:
     if status.slowest is not None:
         parts.append(f"slowest rank {status.slowest.rank}")
     return parts
-
-
-def _warning(status: RunStatus) -> Text | None:
-    return Text(f"last warning: {status.warning}", style="yellow") if status.warning else None

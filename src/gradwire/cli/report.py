@@ -14,7 +14,6 @@ from gradwire.observe.report.report_model import load_report
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    """Declare `gradwire report` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "report",
         description="Make a page of what the flight recorders of all ranks have written: what the run was, step times, where a "
@@ -29,7 +28,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the report."""
     directory = run_directory(args.run_dir)
     try:
         report = load_report(directory)

@@ -44,7 +44,6 @@ _HINTS = {
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    """Declare `gradwire run` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "run",
         usage="gradwire run [options] [-m] SCRIPT [arguments of the script]",

@@ -28,7 +28,6 @@ _MOMENT = 0.5
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    """Declare `gradwire top` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "top",
         description="Show all ranks of a job while it runs: their steps, how a step is divided into computing and waiting for "
@@ -45,7 +44,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the run until it is over."""
     monitor = RunMonitor(RunFollower(run_directory(args.run_dir), tail=_TAIL))
     try:
         monitor.look_back()

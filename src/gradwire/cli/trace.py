@@ -15,7 +15,6 @@ from gradwire.observe.trace import ProfilerTraces, write_trace
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    """Declare `gradwire trace` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "trace",
         description="Merge what the flight recorders of all ranks have written into one trace: steps, buckets and collectives of "
@@ -34,7 +33,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the trace, and say what is in it."""
     directory = run_directory(args.run_dir)
     rings, damage = load_rings(directory)
     for name, what in damage.items():

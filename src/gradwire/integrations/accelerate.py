@@ -1,12 +1,8 @@
 """Hugging Face Accelerate: gradwire's hooks on the models that `Accelerator.prepare` wraps, and gradwire's DDP as the wrapper.
 
-Note [A handler that Accelerate accepts]
-Accelerate looks handlers up by `handler.__class__`, in a table of its own classes, so a subclass is a KeyError. `GradwireKwargs`
-therefore reports its base class there. `isinstance`, which looks at the type first, and copies still see what it is.
-
-Note [Which models have hooks]
-`Accelerator.save_state` passes unwrapped models to its hooks. The wrapped ones, which have the communication hooks, are known to
-the handler that Accelerate calls for each of them.
+Accelerate looks handlers up by `handler.__class__`, in a table of its own classes, so `GradwireKwargs` has its base class there;
+`isinstance` and copies still see what it is. `Accelerator.save_state` passes unwrapped models to its hooks; the wrapped ones, which
+have the communication hooks, are known to the handler that Accelerate calls for each of them.
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ class GradwireKwargs(DistributedDataParallelKwargs):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """See Note [A handler that Accelerate accepts]."""
+        """The class under which Accelerate looks for the handler."""
         return DistributedDataParallelKwargs
 
     def __repr__(self) -> str:

@@ -1,12 +1,9 @@
 """gradwire's DistributedDataParallel under torch's name, for code that builds torch's.
 
-Note [Which references are replaced]
-Those in `torch.nn.parallel` and in its module `distributed`. A reference that a module has imported before is not: in torch itself
-those serve `isinstance`, which is True for both classes, and elsewhere `replace_ddp` raises.
-
-Note [Processes that the script starts]
-A forked process inherits the replacement. One that multiprocessing spawns reads a dictionary of preparations before it imports the
-script. The replacement travels in that dictionary, as an entry that replaces the class when it is unpickled.
+References in `torch.nn.parallel` and its module `distributed` are replaced. A reference that a module has imported before is not:
+in torch itself those serve `isinstance`, which is True for both classes, and elsewhere `replace_ddp` raises. A forked process
+inherits the replacement; for one that multiprocessing spawns it is in the dictionary of preparations, which is unpickled before
+the script is imported.
 """
 
 from __future__ import annotations
@@ -74,7 +71,7 @@ def _references(name: str) -> list[str]:
 
 
 class _PreparationData:
-    """multiprocessing's function, and the replacement: see Note [Processes that the script starts]."""
+    """multiprocessing's function, and the replacement, for processes that it spawns."""
 
     def __init__(self, original: Callable[[str], dict[str, Any]]) -> None:
         self._original = original

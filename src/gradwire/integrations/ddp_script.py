@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from gradwire.integrations.ddp_replacement import replace_ddp
-from gradwire.launch.run_script import run_script
+from gradwire.launch import run_script
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
         )
         sys.exit(2)
     replace_ddp()
-    run_script(sys.argv[1:])
+    run_script.main()
 
 
 if __name__ == "__main__":

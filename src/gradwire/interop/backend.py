@@ -1,9 +1,8 @@
 """`register_backend`: gradwire as a torch.distributed backend, for `dist.init_process_group("gradwire")`.
 
-Note [Programs that end without destroy_process_group]
-Most do. A thread that returns from an engine's wait after the interpreter has shut down crashes the process, so every group
-made here is closed at interpreter exit. Closing waits a few seconds for operations in flight: if a peer exits at the same time,
-those waits end while Python can still handle it.
+A thread that returns from an engine's wait after the interpreter has shut down crashes the process, so every group made here is
+closed at interpreter exit, where most programs do not call destroy_process_group. Closing waits a few seconds for operations in
+flight: if a peer exits at the same time, those waits end while Python can still handle it.
 """
 
 from __future__ import annotations

@@ -94,7 +94,8 @@ class TorchDdpHook:
                 f"as_torch_hook({hook!r}): this hook writes parameters, but none were given. "
                 "Pass named_parameters=model.named_parameters()."
             )
-        for spec in _by_kind(named):
+        # Parameters that the hook cannot reduce are refused before any step; torch does not expose which have sparse gradients.
+        for _, spec, _ in cut([(name, p) for name, p in named if p.requires_grad], 1):
             hook.check(spec)
         if group is not None:
             self._begin()
@@ -202,31 +203,18 @@ class TorchDdpHook:
         return BucketSpec.of(bucket.index(), list(zip(names, parameters, strict=True)), buffer)
 
 
-def _by_kind(named: Sequence[tuple[str, Tensor]]) -> list[BucketSpec]:
-    """The parameters that require grad, as one bucket per dtype and device, so that the hook can refuse them before any step.
-
-    torch does not expose which of them will have sparse gradients: those are refused with the first bucket.
-    """
-    return [spec for _, spec, _ in cut([(name, p) for name, p in named if p.requires_grad], 1)]
-
-
 def _as_exception(error: BaseException, hook: CommHook, spec: BucketSpec) -> Exception:
     """`error` as an Exception, the only type that torch's futures accept."""
     if isinstance(error, Exception):
         return error
-    ended = HookError(
-        f"communication hook {hook!r} on {spec}: ended by {type(error).__name__}: {error}. Find out what raised it.",
-        hook=repr(hook),
-    )
-    ended.__cause__ = error
-    return ended
+    text = f"communication hook {hook!r} on {spec}: ended by {type(error).__name__}: {error}. Find out what raised it."
+    return HookError(text, hook=repr(hook))
 
 
 class StepChecks:
     """Checks of gradients in torch's own DDP, after it has written its averages and before backward returns.
 
-    The end of backward is reported before torch has put the averages back, and an exception at that point would leave torch's
-    reducer unfinished for good. So the check queues itself once more, behind torch.
+    An exception at the end of backward would leave torch's reducer unfinished; so the check queues itself once more, behind it.
     """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]], policy: NonFinite, *, doing: str) -> None:
@@ -249,12 +237,9 @@ class StepChecks:
             self._steps += 1
             self._checked.drop_step()  # of a backward that has failed
             self._parameters = []
-            at_backward_end(self._launched)
+            at_backward_end(lambda: at_backward_end(self._averaged))
         self._parameters += bucket.parameters()
         return self._checked.start(bucket) if overlap else Finished(self._checked.run(bucket))
-
-    def _launched(self) -> None:
-        at_backward_end(self._averaged)
 
     def _averaged(self) -> None:
         assert self._checked is not None

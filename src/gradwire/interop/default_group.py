@@ -1,9 +1,8 @@
 """The default process group: that of `gw.init()`, else torch.distributed's default.
 
 Note [One world in a process]
-A model that is built without a group uses the one that `gw.init()` made. It is kept for the whole process, in `WORLD`, as
-torch.distributed keeps its default group: a launcher starts one world per process. A group that was closed is no longer found. A
-forked process is not a rank and finds none; the group it inherited would be torn down twice.
+A model that is built without a group uses the one that `gw.init()` made, which `WORLD` keeps for the whole process, until it is
+closed. A forked process is not a rank and finds none; the group it inherited would be torn down twice.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ class WorldGroup:
         self._release: Callable[[], None] = _nothing
 
     def put(self, group: Group, *, kind: str, leave: Callable[[], None], release: Callable[[], None]) -> None:
-        """Make `group` the world's group until `leave` is called, which closes it.
-
-        `release` frees what belongs to the group, after that or when the next one is put here.
-        """
+        """Make `group` the world's group. `leave` closes it; `release` is called after that, or when the next group is put here."""
         self._group, self._process, self.kind, self._leave = group, os.getpid(), kind, leave
         earlier, self._release = self._release, release
         earlier()
@@ -61,7 +57,7 @@ class WorldGroup:
 
 
 def _nothing() -> None:
-    """No group: nothing to leave."""
+    pass
 
 
 WORLD: Final = WorldGroup()

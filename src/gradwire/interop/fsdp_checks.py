@@ -1,11 +1,8 @@
 """Checks of what hooks reduce inside FSDP: whether it is finite, decided by all ranks together when backward has ended.
 
 A NaN in one shard is on no rank that holds the others, so all ranks that train the model exchange 8 bytes at the end of each
-backward, over one group of them all.
-
-Note [Before the end]
-Hooks run one module after another while backward goes on, and FSDP frees what they reduced. So everything is examined then, and
-nothing but what was found is kept. FSDP queues its own end of backward before any hook runs, so it has ended when the check begins.
+backward. Everything is examined when the hook of its module runs, because FSDP frees what was reduced; only what was found is kept.
+FSDP queues its own end of backward before any hook runs, so it has ended when the check begins.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,20 +45,6 @@ class CheckedModule:
     """The number that stands for a row without names: see Note [What a shard's bucket is] in fsdp.py."""
     parameters: Sequence[Tensor]
     advice: str
-
-    @property
-    def is_trusted(self) -> bool:
-        """Whether the hook only converts and adds up."""
-        return self.runner.hook.passes_nonfinite
-
-
-class _Seen(NamedTuple):
-    """A tensor that was examined."""
-
-    look: Look
-    first: int
-    """The number of its first parameter in the model."""
-    is_average: bool
 
 
 class FsdpChecks:
@@ -118,18 +100,20 @@ class FsdpChecks:
                 one.runner.states.commit()  # of a backward that has failed
                 one.runner.states.can_roll_back = self._policy is not NonFinite.RECORD
         search, first = (module.search, module.first) if is_named else (Search(spec.names), module.row)
-        before = search.before(bucket, narrowest(module.runner.hook if module.is_trusted else None, spec.dtype))
+        hook = module.runner.hook
+        before = search.before(bucket, narrowest(hook if hook.passes_nonfinite else None, spec.dtype))
         result = module.runner.run(bucket)
-        # An average may be overwritten too: see Note [Before the end].
+        # An average may be overwritten too, so it is examined now.
         after = search.before(GradBucket(spec, result.reshape(-1), (), is_last=True), None)
-        self._seen += [_Seen(before, first, False), _Seen(after, first, True)]
+        self._seen += [(before, first, False), (after, first, True)]
         return result
 
     def _forget(self) -> None:
         """No backward runs, or the last one has failed."""
         self._runs = False
         self._device = torch.device("cpu")
-        self._seen: list[_Seen] = []
+        self._seen: list[tuple[Look, int, bool]] = []
+        """What was examined, the number of its first parameter in the model, and whether it is an average."""
 
     def _ended(self) -> None:
         seen, device = self._seen, self._device
@@ -146,12 +130,12 @@ class FsdpChecks:
         if rejected is not None and not isinstance(rejected, StepSkipped):
             raise rejected.error
 
-    def _report(self, seen: Sequence[_Seen], device: torch.device) -> NonFiniteReport | None:
+    def _report(self, seen: Sequence[tuple[Look, int, bool]], device: torch.device) -> NonFiniteReport | None:
         gradients: list[Found] = []
         averages: list[Found] = []
-        for one, found in zip(seen, examine([one.look for one in seen]), strict=True):
-            whole = [each._replace(parameter=each.parameter + one.first) for each in found]
-            (averages if one.is_average else gradients).extend(whole)
+        for (_, first, is_average), found in zip(seen, examine([look for look, _, _ in seen]), strict=True):
+            whole = [each._replace(parameter=each.parameter + first) for each in found]
+            (averages if is_average else gradients).extend(whole)
         if not any_rank(bool(gradients or averages), self._group, device):
             return None
         findings = exchange(self._group, gradients, averages, device=device)
@@ -161,7 +145,7 @@ class FsdpChecks:
             self._names,
             self._shapes,
             hook=module.runner.name,
-            averages_only=module.is_trusted,
+            averages_only=module.runner.hook.passes_nonfinite,
             step=self._steps,
             in_grads=True,
             advice=module.advice,

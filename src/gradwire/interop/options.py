@@ -1,7 +1,7 @@
 """Parses the arguments of c10d's collectives other than tensors: option objects, and the plain values of the shorter overloads.
 
-Most collectives of c10d have two overloads, `allreduce([t], AllreduceOptions)` and `allreduce(t, ReduceOp.SUM, timeout)`.
-The types of the values distinguish them, so one parser serves all methods and all versions of the option objects.
+Most collectives of c10d have two overloads, `allreduce([t], AllreduceOptions)` and `allreduce(t, ReduceOp.SUM, timeout)`,
+which the types of the values distinguish.
 """
 
 from __future__ import annotations

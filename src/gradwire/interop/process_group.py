@@ -4,12 +4,12 @@ c10d's names of collectives are in this file and nowhere else. Each method turns
 
 Note [How torch reaches a Python group]
 Python code (`dist.*`, FSDP2, ZeRO) calls these methods directly. C++ (the DDP reducer, functional collectives) calls virtual
-functions of c10d::ProcessGroup, of which torch forwards only some to Python; the others end in "No backend type associated with
-device type cpu". A C++ backend would bypass the group, its wrappers and its hooks. docs/interop.md lists both.
+functions of c10d::ProcessGroup, of which torch forwards only some to Python: docs/interop.md lists both. A C++ backend would bypass
+the group, its wrappers and its hooks.
 
 Note [Why there is no new_group]
-torch delegates `dist.new_group` to a default group that has a method of this name, but passes neither the requested backend nor
-whether the ranks outside the new group take part. Without the method torch creates a group over the store, which gets both right.
+torch would call it with neither the requested backend nor whether the ranks outside the new group take part. Without the method it
+creates a group over the store, which gets both right.
 """
 
 # torch's stubs give most of these methods overloads whose parameter names change from version to version.

@@ -3,9 +3,8 @@
 The collectives are in `process_group.py`, which builds on this. Both wrap one gradwire group.
 
 Note [The group is its own backend]
-torch asks a process group for the C++ backend of a device to query its capabilities. This group has none (see Note [How torch
-reaches a Python group]); it returns itself, and reports no special capability except allocating tensors, which is all that torch's
-Python code queries.
+torch asks a process group for the C++ backend of a device to query its capabilities. This group has none; it returns itself, and
+reports no special capability except allocating tensors.
 """
 
 from __future__ import annotations

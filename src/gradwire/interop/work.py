@@ -1,15 +1,13 @@
 """`TorchWork`: a torch.distributed.Work over gradwire's Work, so that torch can wait for a gradwire group.
 
 Note [Who keeps a Work alive]
-c10d's C++ reaches a Work written in Python through a trampoline that finds its methods only while the Python object lives. torch
-keeps a reference to what a Python group returns, with one exception: the count of active ranks in `DistributedDataParallel.join`, a
-Work that Python passes to the C++ reducer and drops. C++ would then call the empty base class, which waits forever. So a small Work
-that is dropped before anyone has waited for it is kept by its process group, among the last `KEPT` of them.
+c10d's C++ finds the methods of a Work written in Python only while the Python object lives. torch keeps a reference, except to
+the count of active ranks in `DistributedDataParallel.join`, which Python passes to the C++ reducer and drops; C++ would then wait
+forever. So a small Work that is dropped before anyone has waited for it is kept by its process group, one of the last `KEPT`.
 
 Note [Errors in futures]
-`torch.futures.Future.set_exception` stores the exception as a value that Python raises. C++ reads the value itself: torch 2.13's
-reducer takes it for a list of tensors and crashes. So a future returned here also fails in C++, at the price of the type:
-`get_future().wait()` raises RuntimeError with our message in it. `TorchWork.wait()` keeps the type and the attributes.
+torch 2.13's reducer takes an exception in a future, `set_exception`, for a list of tensors and crashes. So a future returned here
+also fails in C++, at the price of the type: `get_future().wait()` raises RuntimeError with our message in it.
 """
 
 from __future__ import annotations
@@ -28,15 +26,14 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from gradwire.collectives import OpKind
-from gradwire.errors import CollectiveTimeout, GroupError, UsageError
+from gradwire.errors import UsageError
 from gradwire.groups.completion import WorkInfo
 from gradwire.groups.work import Work, seconds
 from gradwire.runtime.dynamo import untraced
 
 KEPT, _SMALL = 64, 4096
 
-OpType: Any = c10d.OpType  # type: ignore[attr-defined]  # torch's stubs leave both out
-WorkResult: Any = c10d.WorkResult  # type: ignore[attr-defined]
+OpType: Any = c10d.OpType  # type: ignore[attr-defined]  # torch's stubs leave it out
 
 NAMES = {
     OpKind.ALL_REDUCE: "ALLREDUCE",
@@ -148,20 +145,6 @@ class TorchWork(dist.Work):
             with suppress(Exception):
                 self._future.wait()  # another thread may be completing it
         return self._future
-
-    def get_future_result(self) -> torch.futures.Future[int]:
-        """A Future of a WorkResult as a number. It never fails: its value is how the operation ended."""
-        return torch.futures.collect_all([work.get_future() for work in self.works]).then(self._work_result)
-
-    def _work_result(self, _: object) -> int:
-        error = self.exception()
-        if error is None:
-            result = WorkResult.SUCCESS
-        elif isinstance(error, CollectiveTimeout):
-            result = WorkResult.TIMEOUT
-        else:
-            result = WorkResult.COMM_ERROR if isinstance(error, GroupError) else WorkResult.UNKNOWN
-        return int(result)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {', '.join(repr(work) for work in self.works)}>"

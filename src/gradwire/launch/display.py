@@ -22,11 +22,7 @@ _SHARE = 2 / 3
 
 
 class Panel:
-    """A picture at the bottom of a terminal, below the lines that scroll by, drawn by rich.
-
-    The cursor stays visible, input is not read, and a picture ends with a line feed: nothing has to be restored, however the
-    process ends.
-    """
+    """A picture at the bottom of a terminal, below the lines that scroll by. Nothing has to be restored at its end."""
 
     def __init__(self, screen: Screen, *, share: float = 1.0) -> None:
         self._screen, self._share = screen, share

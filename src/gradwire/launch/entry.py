@@ -1,9 +1,7 @@
 """`init`: find this process's world, meet its other ranks, and return the group. `leave`: close it.
 
-Note [How a rank leaves]
-`leave` is called at interpreter exit. After a normal exit the group is closed gracefully, so that operations in flight may finish.
-After an uncaught exception it is aborted, which reports the reason to the peers. If rank 0 hosts the store it stays until the
-others are done with it, for a few seconds at most.
+`leave` is called at interpreter exit. After a normal exit the group is closed, so that operations in flight may finish. After an
+uncaught exception it is aborted, which reports the reason to the peers. If rank 0 hosts the store it waits for the others a while.
 """
 
 from __future__ import annotations
@@ -142,7 +140,6 @@ def _agree(store: Store, world: World, kind: str, timeout: float) -> str:
 
 
 def _leave(group: Group, world: World, store: Store) -> None:
-    """See Note [How a rank leaves]."""
     error = getattr(sys, "last_value", None)  # set for an exception that ends the program
     if error is not None and group.failure is None and not group.closed:
         group.abort(f"{type(error).__name__}: {error}")

@@ -12,21 +12,13 @@ from gradwire.launch.world import Address
 from gradwire.policies import DefaultChecks, NonFinite
 
 RUN_DIRECTORY = "GRADWIRE_RUN_DIR"
-"""The variable that names the directory in which ranks are recorded."""
 NONFINITE, CHECK_DIVERGENCE = "GRADWIRE_NONFINITE", "GRADWIRE_CHECK_DIVERGENCE"
 """The variables that choose checks for models whose code chooses none."""
 SHM_DIRECTORY, SHM_ROOM = "GRADWIRE_SHM_DIRECTORY", "GRADWIRE_SHM_ROOM"
 """The variables for the location and the maximum size of shared memory."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_OTHERS = (
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_MAX_RESTARTS",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "ROLE_NAME",
-)
-"""Variables that an outer torchrun would have set."""
+_OTHERS = ("TORCHELASTIC_", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
+"""How the names of variables begin that an outer torchrun would have set."""
 
 
 def read_checks(environment: Mapping[str, str]) -> DefaultChecks:
@@ -83,7 +75,7 @@ def rank_environment(base: Mapping[str, str], extra: Mapping[str, str], rank: in
         "PYTHONFAULTHANDLER": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    inherited = {name: value for name, value in base.items() if name not in _OTHERS}
+    inherited = {name: value for name, value in base.items() if not name.startswith(_OTHERS)}
     return {**defaults, **inherited, **ours, **extra}
 
 
@@ -106,7 +98,6 @@ class SharedMemory:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As keyword arguments of SharedMemoryGroup."""
         return {"directory": self.directory, "room": self.room}
 
 

@@ -81,7 +81,6 @@ class RankProcess:
 
     @property
     def status(self) -> int | None:
-        """See `exit_status`."""
         return exit_status(self.ended)
 
     def send(self, number: int) -> None:
@@ -114,7 +113,6 @@ def exit_status(pidfd: int) -> int | None:
 
 
 def _processes() -> Iterator[tuple[int, int, str]]:
-    """Pid, process group and state of every visible process."""
     for name in os.listdir("/proc"):
         if name.isdigit():
             with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:

@@ -1,9 +1,7 @@
 """Runs a script as `python` does, on a rank of `gradwire run`; an exception that ends it is also saved as data for the launcher.
 
-Note [As python does]
-The script is `__main__`, with the arguments, path and globals of `python script.py` or `python -m module`, until the interpreter
-has exited. Python itself handles what the script raises: `sys.excepthook`, exit handlers, exit status. Only our own frames are
-removed from the traceback.
+The script is `__main__`, with the arguments, path and globals of `python script.py` or `python -m module`. Python itself handles
+what the script raises; only our own frames are removed from the traceback.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import threading
 import types
 import warnings
 import zipfile
-from collections.abc import Sequence
 from types import TracebackType
 
 from gradwire.errors import UsageError
@@ -34,20 +31,16 @@ def python_command(module: str, *, errors: str | None = None, observe: bool = Fa
     """Options of Python that run a script by the `main` of `module`: this one, or one that calls `run_script`.
 
     The script's rank writes its error to the directory `errors`; with `observe` it is recorded even if it does not call gradwire.
-    The working directory must not come before Python's own modules while ours are imported.
     """
+    # The working directory must not come before Python's own modules while ours are imported.
     path = "sys.flags.safe_path or sys.path.__setitem__(0, sys.path[1])"
     start = f"import sys; {path}; from {module} import main; main()"
     return ["-c", start, *([] if errors is None else [ERRORS, errors]), *([OBSERVE] * observe)]
 
 
 def main() -> None:
-    """Run the script that the arguments of this process name."""
-    run_script(sys.argv[1:])
-
-
-def run_script(words: Sequence[str]) -> None:
-    """Run a file, or with -m a module, with its arguments: `words` are options of `python_command` and what follows `python`."""
+    """Run the file, or with -m the module, that the arguments of this process name, after options of `python_command`."""
+    words = sys.argv[1:]
     errors = None
     if words[0] == ERRORS:
         errors, words = _Errors(words[1], int(os.environ["GRADWIRE_RANK"])), words[2:]

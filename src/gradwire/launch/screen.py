@@ -2,9 +2,8 @@
 
 Bytes stay bytes, so invalid UTF-8 is preserved.
 
-Note [Progress bars]
-Several ranks cannot overwrite lines on one screen. So of a line that a carriage return overwrites, one state every `EVERY` seconds
-is shown, as a line, and the last state. Logs get every byte.
+Several ranks cannot overwrite lines on one screen: of a progress bar, a line that a carriage return overwrites, one state every
+`EVERY` seconds is shown, as a line, and the last state. Logs get every byte.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class Screen:
         return self.error is not None and self.error.errno == errno.EPIPE
 
     def prefix(self, rank: int) -> bytes:
-        """The prefix of a rank's lines."""
         text = f"[{rank}]".encode()
         return b"\x1b[%dm%s%s " % (_COLORS[rank % len(_COLORS)], text, _RESET) if self.color else text + b" "
 
@@ -87,7 +85,6 @@ class LineBuffer:
         self._shown_at = -EVERY
 
     def feed(self, data: bytes, *, now: float) -> Piece:
-        """Process more bytes."""
         whole, newline, self._rest = (self._rest + data).rpartition(b"\n")
         lines = [_last_state(line) for line in whole.split(b"\n")] if newline else []
         raw = whole + newline
@@ -121,18 +118,15 @@ class RankStream:
 
     def __init__(self, screen: Screen, prefix: bytes, *, log: BinaryIO | None = None) -> None:
         self.tail: deque[bytes] = deque(maxlen=_KEPT_LINES)
-        """The last lines."""
         self._screen = screen
         self._prefix = prefix
         self._log = log
         self._buffer = LineBuffer()
 
     def feed(self, data: bytes, *, now: float) -> None:
-        """The rank has written `data`."""
         self._show(self._buffer.feed(data, now=now))
 
     def end(self) -> None:
-        """The rank has closed the stream."""
         self._show(self._buffer.end())
 
     def _show(self, piece: Piece) -> None:

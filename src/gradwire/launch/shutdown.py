@@ -46,7 +46,6 @@ class Ending:
     status: int
     """Its exit code, or the negative number of the signal that killed it."""
     after: float
-    """Seconds since the start."""
     stopped: bool = False
     """Whether the launcher had sent it a signal to end before it failed."""
     error: RankError | None = None
@@ -64,7 +63,6 @@ class Ending:
 
     @property
     def consequence(self) -> int:
-        """See `RankError.consequence`."""
         return 0 if self.error is None else self.error.consequence
 
     @property
@@ -81,7 +79,6 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
-        """The exit code as shells report it."""
         return self.own_status if self.own_status >= 0 else 128 - self.own_status
 
     def __str__(self) -> str:
@@ -126,7 +123,6 @@ class Shutdown:
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def ended(self, ending: Ending) -> None:
-        """A rank has ended."""
         self.running.discard(ending.rank)
         told = self._told_at is not None and (ending.error is None or ending.error.time >= self._told_at)
         ending = replace(ending, stopped=told or (self._is_ending and ending.status != 0))
@@ -162,7 +158,6 @@ class Shutdown:
         return self.stopped_by is not None or self.lost is not None
 
     def kill(self, now: float) -> None:
-        """Send SIGKILL without further delay."""
         self._kill_at = now
 
     def abandon(self, number: signal.Signals, now: float) -> None:
@@ -173,7 +168,6 @@ class Shutdown:
     # -- what to do ----------------------------------------------------------------------------------------------------
 
     def due(self, now: float) -> Iterable[Send]:
-        """The signals to send now."""
         ranks = tuple(sorted(self.running))
         if self._stop_at is not None and now >= self._stop_at and self._told_at is None:
             self._told_at = now
@@ -197,7 +191,6 @@ class Shutdown:
 
     @property
     def first(self) -> Ending | None:
-        """The failure to show."""
         return first_failure(self.endings)
 
     @property

@@ -1,10 +1,8 @@
 """The rendezvous of a world: the store that the launcher or rank 0 hosts, and waiting until all ranks have arrived.
 
-On one host that is a private store, which no other user can reach. `gradwire run` makes one. Other launchers have at most an open
-store, a TCPStore. Through that, or over MPI, rank 0 then sends the name of a private store, and all ranks move to it.
-
-torch's TCPStore is used only once it can be reached: its own attempts to connect fill the screen with C++ stacks and cannot be
-interrupted.
+On one host that is a private store, which no other user can reach. `gradwire run` makes one; under other launchers rank 0 sends the
+name of one through a TCPStore, or over MPI. torch's TCPStore is used only once it can be reached: its own attempts to connect fill
+the screen with C++ stacks and cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups.failure.store_calls import bounded, innermost
-from gradwire.groups.store.private_store import PrivateStore, move, move_if_together
-from gradwire.groups.store.rendezvous import LOOPBACK, Rendezvous, host_store
+from gradwire.groups.store.private_store import PrivateStore, move, move_if_together, release
+from gradwire.groups.store.rendezvous import Rendezvous, host_store
 from gradwire.launch.world import Address, World
 
 _TOKEN = secrets.token_hex(8)
@@ -42,9 +40,7 @@ def open_store(world: World, *, timeout: float, meeting: int = 0) -> Store:
     if world.size == 1 or not (world.private or world.store):
         return HashStore()
     if world.private:
-        private = PrivateStore.open(world.private)
-        private.set_timeout(timedelta(seconds=timeout))
-        return private
+        return _opened(PrivateStore.open(world.private), timeout)
     address = world.store
     assert address is not None
     if address.port == 0:
@@ -53,8 +49,7 @@ def open_store(world: World, *, timeout: float, meeting: int = 0) -> Store:
     if world.rank == 0 and not world.hosted:
         store = _host_at(address, world, deadline, timeout)
     else:
-        _reach(address, world, deadline, timeout)
-        store = TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=timeout))
+        store = _connect(address, world, deadline, timeout)
     if world.attempt:
         store = PrefixStore(f"attempt/{world.attempt}", store)
     purpose, who = f"{address}, attempt {world.attempt or 0}, meeting {meeting}", f"gw.init() on {world}"
@@ -69,34 +64,35 @@ def open_store(world: World, *, timeout: float, meeting: int = 0) -> Store:
 
 
 def _open_by_mpi(world: World, host: str, timeout: float) -> Store:
-    """Rank 0 makes a private store, or chooses a port, and sends it to the others over MPI."""
+    """Rank 0 makes a private store, or one at a port of its choice, and sends its name to the others over MPI."""
+    mine: PrivateStore | TCPStore | None = None
+    text = ""
+    if world.rank == 0 and world.on_one_host:
+        mine = PrivateStore.create()
+        text = mine.name
+    elif world.rank == 0:
+        mine = host_store("", timeout=timeout)
+        text = str(Address(host or socket.gethostname(), mine.port))
+    try:
+        text = broadcast_text(text, world, timeout=timeout)
+    except BaseException:
+        if mine is not None:
+            release(mine)
+        raise
     if world.on_one_host:
-        return _private_by_mpi(world, timeout)
-    mine, text = None, ""
-    if world.rank == 0:
-        mine = host_store(LOOPBACK if world.on_one_host else "", timeout=timeout)
-        text = str(Address(host or (LOOPBACK if world.on_one_host else socket.gethostname()), mine.port))
-    text = broadcast_text(text, world, timeout=timeout)
-    if mine is not None:
-        return mine
+        return _opened(mine or PrivateStore.open(text), timeout)
     host, _, port = text.rpartition(":")
-    address = Address(host, int(port))
-    _reach(address, world, time.monotonic() + timeout, timeout)
+    return mine or _connect(Address(host, int(port)), world, time.monotonic() + timeout, timeout)
+
+
+def _opened(store: Store, timeout: float) -> Store:
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
+def _connect(address: Address, world: World, deadline: float, timeout: float) -> Store:
+    _reach(address, world, deadline, timeout)
     return TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=timeout))
-
-
-def _private_by_mpi(world: World, timeout: float) -> Store:
-    if world.rank == 0:
-        private = PrivateStore.create()
-        try:
-            broadcast_text(private.name, world, timeout=timeout)
-        except BaseException:
-            private.close()
-            raise
-    else:
-        private = PrivateStore.open(broadcast_text("", world, timeout=timeout))
-    private.set_timeout(timedelta(seconds=timeout))
-    return private
 
 
 def broadcast_text(text: str, world: World, *, timeout: float) -> str:

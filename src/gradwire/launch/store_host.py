@@ -1,8 +1,7 @@
 """The process that hosts the store for scripts that call torch's `init_process_group`, so that the launcher need not import torch.
 
 `gw.init()` does not use it: every user of the host can connect to a TCPStore.
-The launcher binds the port; connections made before this process is up wait in the socket's backlog. The process ends when its
-standard input, a pipe from the launcher, is closed.
+The launcher binds the port; connections made before this process is up wait in the backlog. It ends when its stdin is closed.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from gradwire.observe.run_status import RunMonitor
 from gradwire.runtime.host import handles_signal
 from gradwire.runtime.rank_error import MAIN, THREAD, RankError
 
-COMPANIONS = 1.0
+COMPANIONS, _PAUSE = 1.0, 0.02
 _READABLE = selectors.EVENT_READ
 _CHUNK = 1 << 16
 _PASSED_ON = [signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "WINCH")]
@@ -55,9 +55,7 @@ class LaunchSpec:
     environments: Sequence[Mapping[str, str]]
     """The environment of each rank; its length is the number of ranks."""
     grace: float = 10.0
-    """Seconds between SIGTERM and SIGKILL."""
     prefix: bool = True
-    """Whether each line is prefixed with its rank."""
     log_dir: Path | None = None
     store: StoreHost | None = None
     """The store for ranks that call torch's `init_process_group`; the run ends with it."""
@@ -118,7 +116,6 @@ class _Supervisor:
 
     @property
     def _now(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self._began
 
     def run(self) -> int:
@@ -204,7 +201,6 @@ class _Supervisor:
                 self._shutdown.lose(what, self._now, output=True)
 
     def _check_store(self) -> None:
-        """Stop the ranks if the store has ended."""
         store = self._run.store
         if store is None or store.ended not in self._selector.get_map():
             return
@@ -246,19 +242,9 @@ class _Supervisor:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _end_companions(self) -> None:
-        with ExitStack() as stack, selectors.DefaultSelector() as waiting:
-            for process in self._ranks:
-                for pid in process.companions():
-                    try:
-                        fd = os.pidfd_open(pid)
-                    except ProcessLookupError:
-                        continue
-                    stack.callback(os.close, fd)
-                    waiting.register(fd, _READABLE)
-            deadline = time.monotonic() + COMPANIONS
-            while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
-                for key, _ in waiting.select(left):
-                    waiting.unregister(key.fd)
+        deadline = time.monotonic() + COMPANIONS
+        while any(process.companions() for process in self._ranks) and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
         for process in self._ranks:
             process.send(signal.SIGKILL)
             self._drain(process)

@@ -6,10 +6,8 @@ Launchers nest, and the variables of the outer one are still set under the inner
 1. `gradwire run`: only it sets GRADWIRE_RANK.
 2. torch's variables, from torchrun or from the user. WORLD_SIZE or RANK alone is often a leftover of a batch script, so another
    launcher takes precedence over half of this pair.
-3. mpirun: Open MPI's own variables, then PMI's (MPICH, Intel MPI). `srun --mpi=pmi2` sets PMI's as well; if they have the same
-   values as SLURM's, it is SLURM, which also provides the host of rank 0.
-4. SLURM, if srun started the process: it has a step. The shell of sbatch or salloc is alone; its step, if any, has a number
-   reserved by SLURM.
+3. mpirun: Open MPI's variables, then PMI's (MPICH, Intel MPI). `srun --mpi=pmi2` sets PMI's too: if equal to SLURM's, it is SLURM.
+4. SLURM, if srun started the process. The shell of sbatch or salloc is alone: its step, if any, has a number reserved by SLURM.
 5. Otherwise a single process.
 
 If only some variables of a launcher are set, the error names the missing ones: running alone would make N worlds of one rank.
@@ -36,15 +34,12 @@ class Launcher(Enum):
     """Who started the ranks."""
 
     GRADWIRE = "gradwire run"
-    """Our own, on one host; it makes a private store."""
     TORCHRUN = "torchrun"
     """torchrun, or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
     MPIRUN = "mpirun"
     """mpirun or mpiexec of Open MPI, MPICH or Intel MPI."""
     SLURM = "SLURM"
-    """srun."""
     NONE = "a single process"
-    """No launcher: a world of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +61,8 @@ class World:
     size: int
     launcher: Launcher
     local_rank: int | None = None
-    """The rank among those of this host, if known."""
     local_size: int | None = None
-    """How many ranks this host has, if known."""
+    """Rank and number of ranks on this host, if known."""
     store: Address | None = None
     """The store's address; None for a single process, and if the launcher has made a private store."""
     private: str = ""
@@ -214,18 +208,14 @@ def _slurm(read: _Reader) -> World:
     if read.environ.get("MASTER_PORT"):
         port = read.port("MASTER_PORT")
     else:
-        port = _port(read.number("SLURM_JOB_ID", "SLURM_JOBID"), read.number("SLURM_STEP_ID", "SLURM_STEPID"))
+        job, step = read.number("SLURM_JOB_ID", "SLURM_JOBID"), read.number("SLURM_STEP_ID", "SLURM_STEPID")
+        port = _PORTS[(job * 101 + step) % len(_PORTS)]  # neighboring jobs and steps on one host get different ones
     # Not SLURM_LAUNCH_NODE_IPADDR: that is the node that called srun, perhaps a login node. Rank 0 is on the step's first host.
     host = read.environ.get("MASTER_ADDR") or (
         _LOOPBACK if local_size == size else first_host(read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
     )
     local_rank = read.maybe("SLURM_LOCALID")
     return World(rank, size, read.launcher, local_rank=local_rank, local_size=local_size, store=Address(host, port))
-
-
-def _port(job: int, step: int) -> int:
-    """The same on every rank of a step; neighboring jobs and steps on one host get different ones."""
-    return _PORTS[(job * 101 + step) % len(_PORTS)]
 
 
 def _tasks_here(read: _Reader) -> int | None:

@@ -106,24 +106,6 @@ def test_the_future_of_a_failed_work_has_failed_for_c_plus_plus_too(pair: list[G
         again.wait()
 
 
-def test_the_work_result_as_a_future(pair: list[GradwireProcessGroup]) -> None:
-    well = pair[0].barrier()
-    pair[1].barrier()
-    late = pair[0].barrier(OVER_IN_SHORT)
-    with pytest.raises(CollectiveTimeout):
-        late.wait()
-    aborted = pair[0].barrier()
-    pair[0].abort()
-    results = [c10d.WorkResult(work.get_future_result().wait()).name for work in (well, late, aborted)]
-    assert results == ["SUCCESS", "TIMEOUT", "COMM_ERROR"]
-
-
-def test_an_error_that_is_no_group_error_is_unknown(pair: list[GradwireProcessGroup]) -> None:
-    work = pair[0].barrier()
-    pair[0].group.fail(KeyboardInterrupt())
-    assert work.get_future_result().wait() == int(c10d.WorkResult.UNKNOWN)
-
-
 # -- sources, several at once --------------------------------------------------------------------------------------------
 
 
@@ -150,7 +132,6 @@ def test_several_works_as_one(pair: list[GradwireProcessGroup]) -> None:
     pair[1].allgather_coalesced(theirs, [torch.ones(1), torch.ones(2)])
     assert work.wait(timedelta(seconds=10))
     assert work.is_success()
-    assert work.get_future_result().wait() == 0
     assert len(work.result()) == len(future.wait()) == 4
     assert outputs[1][1].tolist() == [1, 1]
     assert work._get_op_type() == int(c10d.OpType.COALESCED)

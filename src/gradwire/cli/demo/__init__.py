@@ -11,7 +11,6 @@ from gradwire.cli.arguments import at_least, positive
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    """Declare `gradwire demo` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "demo",
         description="Train a small character-level transformer data-parallel on the source code of the Python standard "
@@ -38,7 +37,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, compare, show the results, and return the exit code."""
     from gradwire.cli.demo import session  # which imports torch
 
     return session.run(args)

@@ -48,7 +48,6 @@ def encode(text: str) -> Tensor:
 
 
 def decode(symbols: Tensor) -> str:
-    """The text of symbol ids."""
     return "".join(ALPHABET[i] for i in symbols.tolist())
 
 
@@ -101,7 +100,6 @@ SIZES = {
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """The activation of the demo's model."""
     return F.relu(x).square()
 
 
@@ -120,7 +118,6 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` is [batch, time, width]."""
         batch, time, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)

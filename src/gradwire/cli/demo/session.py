@@ -147,7 +147,6 @@ def progress(rank: int, ranks: int, steps: int) -> Iterator[Watch]:
 
 
 def _print_line(steps: int, done: int, losses: Sequence[float], rate: float) -> None:
-    """The first step, the last and some in between."""
     if done in (1, steps) or done % max(1, steps // _LINES) == 0:
         print(f"step {done:>{len(str(steps))}}/{steps}  loss {mean(losses):.3f}  {rate:,.0f} tokens/s")
         sys.stdout.flush()

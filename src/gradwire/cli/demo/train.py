@@ -1,6 +1,6 @@
 """What one rank of the demo does: the same model everywhere, a different part of the text, gradients averaged in every step.
 
-An ordinary training loop around one call of `replicate`. It prints nothing: it reports to a `Watch`.
+An ordinary training loop around one call of `replicate`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ def _learn(job: DemoJob, group: Group, model: Transformer, corpus: Corpus, watch
         loss.backward()  # in which the gradients are averaged over all ranks
         optimizer.step()
         schedule.step()
-        by_rank = _gather(group, loss.detach().view(1), label="losses").tolist()
+        by_rank = _gather(group, loss.detach(), label="losses")
         losses.append(sum(by_rank) / group.size)
         watch(step, by_rank, step * _tokens_per_step(job, group) / (time.perf_counter() - started))
     return losses
@@ -119,15 +120,14 @@ def _learn(job: DemoJob, group: Group, model: Transformer, corpus: Corpus, watch
 
 def fingerprints(group: Group, tensors: Sequence[Tensor]) -> tuple[str, ...]:
     """A digest of the bits of each rank's `tensors`, in rank order, on every rank."""
-    mine = digest(digests(tensors, torch.device("cpu"))).view(1)
-    return tuple(f"{value % 2**64:016x}" for value in _gather(group, mine, label="fingerprints").tolist())
+    mine = digest(digests(tensors, torch.device("cpu")))
+    return tuple(f"{value % 2**64:016x}" for value in _gather(group, mine, label="fingerprints"))
 
 
-def _gather(group: Group, mine: Tensor, *, label: str) -> Tensor:
-    """The one element of every rank."""
+def _gather(group: Group, mine: Tensor, *, label: str) -> list[Any]:
     gathered = mine.new_empty(group.size)
-    group.all_gather_into_tensor(gathered, mine, label=label)
-    return gathered
+    group.all_gather_into_tensor(gathered, mine.view(1), label=label)
+    return gathered.tolist()
 
 
 @torch.no_grad()

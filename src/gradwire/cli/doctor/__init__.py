@@ -9,7 +9,6 @@ from gradwire.cli.arguments import at_least
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    """Declare `gradwire doctor` and its options."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "doctor",
         description="Examine this machine: versions, devices, engines, shared memory, limits, network, environment variables, and "
@@ -27,7 +26,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine, show, and return 1 if there is a problem."""
     from gradwire.cli.doctor import examination  # which imports torch
 
     return examination.run(args)

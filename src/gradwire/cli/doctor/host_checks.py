@@ -34,8 +34,6 @@ from gradwire.testing.mpi import missing as missing_mpi
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 """Versions of torch that gradwire is tested with."""
 _MIB, _GIB = 2**20, 2**30
-_FOR_DEVELOPERS = ("dev", "docs")
-_REQUIREMENT = re.compile(r"""(?P<package>[\w.-]+)[^;]*;\s*extra\s*==\s*['"](?P<extra>[\w-]+)['"]""")
 _LOOPBACK = "lo"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _REQUEST = 256  # at least sizeof(struct ifreq)
@@ -99,33 +97,11 @@ def _software() -> _Findings:
         yield "torch", torch.__version__, Level.NOTE, fix
     else:
         yield "torch", torch.__version__
-    for extra, packages in _extras().items():
-        value = ", ".join(f"{package} {version or 'not installed'}" for package, version in packages.items())
-        if extra == "jit" and not all(packages.values()):
-            fix = "sums in shared memory are not compiled and take longer: pip install 'gradwire[jit]'"
-            yield "[jit]", value, Level.NOTE, fix
-        else:
-            yield f"[{extra}]", value
-
-
-def _extras() -> dict[str, dict[str, str]]:
-    """Installed versions of the packages of each extra, empty for those that are missing. From gradwire's own metadata."""
-    found: dict[str, dict[str, str]] = {}
     try:
-        requirements = metadata.requires("gradwire") or []
-    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        return found
-    for match in filter(None, map(_REQUIREMENT.match, requirements)):
-        if match["extra"] not in _FOR_DEVELOPERS:
-            found.setdefault(match["extra"], {})[match["package"]] = _version(match["package"])
-    return found
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
+        yield "numba", metadata.version("numba")
     except metadata.PackageNotFoundError:
-        return ""
+        fix = "sums in shared memory are not compiled and take longer: pip install 'gradwire[jit]'"
+        yield "numba", "not installed", Level.NOTE, fix
 
 
 def unusable_engines() -> dict[str, str]:

@@ -16,11 +16,8 @@ from gradwire.observe.units import duration
 
 _ROUND_TRIPS = 100
 _MESSAGE = 2**20
-"""Bytes of a large message."""
 _SECONDS = 0.3
-"""How long large messages are sent."""
 _MOST = 512
-"""Large messages at most."""
 _SLOW = 0.5
 """A link with less than this share of the others' median bandwidth is a problem."""
 _NARROW = 1e9 / 8
