@@ -152,22 +152,7 @@ _at_exit = weakref.finalize(BoundedCall, _leave_calls)
 
 
 def weakly(fn: Callable[P, R]) -> Callable[P, R | None]:
-    """A bound method that does not keep its object alive: once the object is gone, calls return None. Functions are returned as is.
-
-    >>> class Counter:
-    ...     n = 0
-    ...
-    ...     def add(self, n: int) -> int:
-    ...         self.n += n
-    ...         return self.n
-    >>> counter = Counter()
-    >>> add = weakly(counter.add)
-    >>> add(2), add(3)
-    (2, 5)
-    >>> del counter
-    >>> print(add(4))
-    None
-    """
+    """A bound method that does not keep its object alive: once that is gone, calls return None. Functions are returned as is."""
     if not isinstance(fn, types.MethodType):
         return fn
     owner, method = weakref.ref(fn.__self__), fn.__func__

@@ -1,8 +1,7 @@
 """`run_ranks(fn, n)`: run one function on every rank of a world of any kind, and get its results or its failure back.
 
 Every kind of group that is registered (`groups/kinds.py`) can be run. This module runs threads itself, leaves processes to `pool/`
-and `mpi/`, and decides which of several failures is the one to raise.
-The one raised is the root cause; the others are added as notes, so nothing is hidden.
+and `mpi/`, and decides which of several failures is the root cause, to be raised; the others are added as notes.
 """
 
 from __future__ import annotations

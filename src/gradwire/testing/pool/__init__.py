@@ -1,6 +1,5 @@
 """Warm rank processes: kept between calls, because importing torch takes seconds.
 
 A worker waits for a job (usually a function, and how to build its rank's group), runs it, reports the result, closes its group when
-every rank is done, looks for leftovers and waits for the next job. The rendezvous store outlives every rank. What a set of
-outcomes means is decided in `testing/ranks.py`; this package is independent of the kind of group.
+every rank is done, looks for leftovers and waits for the next job. What outcomes mean is decided in `testing/ranks.py`.
 """
