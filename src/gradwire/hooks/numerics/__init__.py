@@ -1,1 +1,1 @@
-"""The arithmetic that hooks share: random numbers, selection, slices of flat buffers, orthogonalization, kernels."""
+"""The arithmetic that hooks share: random numbers, selection, orthogonalization, kernels."""
