@@ -85,9 +85,7 @@ def hosts(n: int, *, mbit: float | None = None) -> Iterator[list[Host]]:
     if reason is not None:
         raise UsageError(f"hosts({n}, mbit={mbit}): {reason}. Run it as root on a machine that permits it.")
     if not 1 <= n <= 200 or (mbit is not None and mbit <= 0):
-        raise UsageError(
-            f"hosts({n}, mbit={mbit}): choose from 1 to 200 hosts, and a positive rate, or None for no limit."
-        )
+        raise UsageError(f"hosts({n}, mbit={mbit}): choose from 1 to 200 hosts, and a positive rate, or None.")
     key = secrets.token_hex(3)
     with ExitStack() as made:
         switch = f"gw-{key}"  # the bridge has its own namespace, isolated from the machine's network

@@ -60,9 +60,7 @@ class GroupParts:
         if messages is None and mates == everyone:
             messages = inside
         if messages is not None and (messages.rank, messages.size) != (rank, layout.size):
-            raise UsageError(
-                f"HierarchicalGroup: messages is {messages}. Pass a group of all {layout.size} ranks, in their order."
-            )
+            raise UsageError(f"HierarchicalGroup: messages is {messages}. Pass a group of all {layout.size} ranks.")
         self.inside, self.across, self.messages = inside, across, messages
         self.members: dict[Group, tuple[int, ...]] = {inside: mates}
         if across is not None:

@@ -143,13 +143,11 @@ class Moves:
             yield Step("across", build.all_to_all(split_row(row, lengths), messages, label=label))
             keys = [key for keys in expected for key in keys]
             arrived = dict(zip(keys, split_row(row, [sizes(*key) for key in keys]), strict=True))
-        yield from self._deliver(
+        yield from self._place(
             places, lambda sender, to: pieces[to] if sender == self.rank else arrived[sender, to], sizes, label
         )
 
-    def _deliver(
-        self, places: Sequence[Tensor], piece: Callable[[int, int], Tensor], sizes: Sizes, label: str
-    ) -> Steps:
+    def _place(self, places: Sequence[Tensor], piece: Callable[[int, int], Tensor], sizes: Sizes, label: str) -> Steps:
         """In the host: each rank's own pieces for its mates, and what it has brought from other hosts."""
 
         def senders(index: int) -> list[int]:
@@ -167,11 +165,9 @@ class Moves:
         received = dict(zip(order, split_row(row, [sizes(s, self.rank) for s in order]), strict=True))
         wrong = {s: t.numel() for s, t in received.items() if t.numel() != places[s].numel()}
         if wrong:
-            which = [
-                f"{n} elements from rank {s} where there is room for {places[s].numel()}" for s, n in wrong.items()
-            ]
+            odd = [f"{n} elements from rank {s} where there is room for {places[s].numel()}" for s, n in wrong.items()]
             raise CollectiveMismatch(
-                f"rank {self.rank} expects other sizes than it was sent: {'; '.join(which)}. Sizes that ranks expect of each other "
+                f"rank {self.rank} expects other sizes than it was sent: {'; '.join(odd)}. Sizes that ranks expect of each other "
                 "must agree."
             )
         for sender, t in received.items():

@@ -314,9 +314,7 @@ class SharedMemoryEngine:
         """A rank that has closed its group, and the operations that wait for it in vain."""
         current, left = self._current, self.diagnosis.left()
         for rank in left:
-            works = [
-                message.work for message in self._messages if message.is_stranded(rank, left) and not message.step()
-            ]
+            works = [m.work for m in self._messages if m.is_stranded(rank, left) and not m.step()]
             if current is not None and self.board.signals[rank] < current.target:
                 works.append(current.work)
             if works:

@@ -77,7 +77,7 @@ class SharedMemoryGroup(Group):
         least = SegmentPlan(size, 0).heaps + size * _SMALLEST_HEAP
         if not isinstance(room, int) or not least <= room <= sys.maxsize:
             raise UsageError(
-                f"{self}: room={room!r} is not enough, or too much. Leave it out, or pass {least} bytes or more."
+                f"{self}: room={room!r} is not enough, or too much. Omit it or pass {least} bytes or more."
             )
         if waiting not in ("auto", "futex", "polling"):
             raise UsageError(f"{self}: waiting={waiting!r} is unknown. Choose auto, futex or polling.")
@@ -165,9 +165,7 @@ class SharedMemoryGroup(Group):
             return super().allocate(numel, dtype=dtype, device=device)
         self.refuse_in_child(f"allocate({numel}, dtype={dtype})")
         if self.closed:
-            raise ClosedError(
-                f"allocate({numel}, dtype={dtype}) on {self}: the group is closed. Allocate before close()."
-            )
+            raise ClosedError(f"allocate({numel}, dtype={dtype}) on {self}: it is closed. Allocate before close().")
         try:
             t = self._heap.tensor(numel, dtype)
         except SharedMemoryFull as error:  # every collective takes memory of either sort, on each rank
