@@ -196,9 +196,6 @@ def averages(steps: Sequence[StepTimes]) -> dict[str, float]:
     }
 
 
-# -- callables -----------------------------------------------------------------------------------------------------------------
-
-
 class PrometheusLog:
     """Serves the metrics to Prometheus, made by `prometheus`."""
 

@@ -200,9 +200,6 @@ def _counters(steps: Sequence[TraceSlice], found: Iterable[Operation]) -> Iterat
             yield "exposed communication (ms)", step.end, (step.end - step.start) / 1e6
 
 
-# -- torch.profiler ----------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class ProfilerTraces:
     """The traces that torch.profiler has written for ranks of a run."""

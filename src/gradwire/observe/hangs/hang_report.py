@@ -138,9 +138,6 @@ def _ago(before: str, now: int | None, then: int, after: str = "") -> str:
     return "" if now is None else f"{before} {max(0, now - then) / 1e9:.1f} s{after}"
 
 
-# -- reports that are saved ----------------------------------------------------------------------------------------------------
-
-
 def as_dict(wait: LongWait | Stall | None, suspects: Sequence[Suspect]) -> dict[str, Any]:
     """The report, for programs."""
     known = wait if isinstance(wait, LongWait) else None

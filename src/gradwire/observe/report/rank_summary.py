@@ -106,9 +106,6 @@ def total_traffic(ranks: Sequence[RankSummary]) -> dict[TrafficKey, Traffic]:
     return total
 
 
-# -- what has failed -----------------------------------------------------------------------------------------------------
-
-
 class FailedRecord(NamedTuple):
     """Where something has failed, and when, in seconds since 1970."""
 

@@ -126,9 +126,6 @@ class RunFollower:
             follower.close()
 
 
-# -- one ring ----------------------------------------------------------------------------------------------------------
-
-
 class RingFollower(RingFile):
     """Reads what a rank has written since the last time."""
 

@@ -266,9 +266,6 @@ def _saved(slow: Mapping[int, Sequence[SlowPhase]], ready: Mapping[int, Sequence
     return [max(0.0, max(now) - max(then)) / 1e9 for now, then in zip(zip(*ready.values()), zip(*without.values()))]
 
 
-# -- over time ---------------------------------------------------------------------------------------------------------------------
-
-
 def find_stragglers(run: str | os.PathLike[str]) -> list[Straggler]:
     """The ranks that others waited for in a run, with the steps in which they did, in order. `run` is the directory of a run. It
     may still go on, or be over."""
