@@ -1,25 +1,20 @@
-"""The four kinds of hook on torch's engine, and registration by parameter name.
-
-Responsible for putting a `HookChain` where torch will call it, for naming what it is put on, and for taking it away again.
-It must not know the rules by which hooks are called and checked: those are the chain's.
+"""Puts a `HookChain` where torch will call it: the four kinds of hook, by tensor, by node and by parameter name.
 
 Note [One torch hook per chain]
-    All hooks of one kind on one tensor or node share a chain, and torch knows only the chain. The alternative, one torch
-    hook for each of ours, loses three things: a hook's place in its errors; under compiled autograd, the rules about
-    removal during a pass and every check of results; and a hook that follows one returning a subclass of tuple. The
-    price is that torch's own hooks on the same tensor run before or after all of ours, not in between.
+    All hooks of one kind on one tensor or node share a chain, and torch has only the chain. One torch hook for each of ours would
+    lose a hook's place in its errors and, under compiled autograd, the rules about removal during a pass and every check of
+    results. The price is that torch's own hooks on the same tensor run before or after all of ours, not in between.
 
 Note [Where the chain lives]
-    Only in torch's own table of hooks, which dies with the tensor or node; we find it there again by registering a
-    candidate and looking at its neighbors. So there is no table of ours to keep a tensor alive, and a tensor changed in
-    place, for which torch begins a new table, gets a new chain just as it gets new hooks.
+    Only in torch's own table of hooks, which is freed with the tensor or node; it is found there again by registering a candidate
+    and looking at its neighbors. So no table of ours keeps a tensor alive, and a tensor changed in place, for which torch begins a
+    new table, gets a new chain just as it gets new hooks.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -28,8 +23,15 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.autograd.user_hooks.hook_chain import HookChain, Kind, registration_lock, require_callable
-from gradwire.autograd.user_hooks.hook_rules import Hook, describe_value, hook_name
+from gradwire.autograd.user_hooks.hook_chain import (
+    Hook,
+    HookChain,
+    Kind,
+    describe_value,
+    hook_name,
+    registration_lock,
+    require_callable,
+)
 from gradwire.errors import AutogradHookError, UsageError, UsageTypeError
 from gradwire.events import Handle
 
@@ -97,12 +99,26 @@ def attach(module: torch.nn.Module, pattern: str, kind: Kind | str, fn: Hook) ->
     >>> [name for name, p in model.named_parameters() if not p.grad.any()]
     ['0.bias', '1.bias']
     """
-    kind = _as_kind(kind)
-    require_callable(fn, kind, f"the parameters named {pattern!r}")
+    try:
+        kind = Kind(kind)
+    except ValueError:
+        raise UsageError(f"attach(..., kind={kind!r}): the kinds are {', '.join(k.value for k in Kind)}.") from None
     matches = _matching(module, pattern)
-    _require_trainable(matches, pattern, kind, fn)
+    frozen = [name for name, parameter in matches.items() if not parameter.requires_grad]
+    if frozen:
+        raise AutogradHookError(
+            f"cannot register a hook on a tensor that doesn't require gradient: {kind.value} hook on {pattern!r}, which "
+            f"matches the frozen {', '.join(map(repr, frozen))}. Narrow the pattern, or call requires_grad_() first.",
+            hook=hook_name(fn),
+            kind=kind.value,
+            target=f"parameter {frozen[0]!r}",
+        )
     handles: list[Handle] = []
-    together = Handle(functools.partial(_remove_all, handles))
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
     try:
         for name, parameter in matches.items():
             target = f"parameter {name!r}"
@@ -111,27 +127,15 @@ def attach(module: torch.nn.Module, pattern: str, kind: Kind | str, fn: Hook) ->
             else:
                 handles.append(_on_accumulator(module, name, kind, fn, f"the gradient accumulator of {target}"))
     except BaseException:
-        together.remove()
+        remove()
         raise
-    return together
-
-
-def _as_kind(kind: Kind | str) -> Kind:
-    try:
-        return Kind(kind)
-    except ValueError:
-        raise UsageError(f"attach(..., kind={kind!r}): the kinds are {', '.join(k.value for k in Kind)}.") from None
-
-
-def _remove_all(handles: list[Handle]) -> None:
-    for handle in handles:
-        handle.remove()
+    return Handle(remove)
 
 
 def _on_accumulator(module: torch.nn.Module, name: str, kind: Kind, fn: Hook, target: str) -> Handle:
     """Register `fn` on the gradient accumulator of a parameter, and again before a forward that finds another accumulator."""
     accumulator = _Accumulator(name, kind, fn, target)
-    accumulator.renew(module)
+    accumulator(module)
     before_forward = module.register_forward_pre_hook(accumulator)
     weak = weakref.ref(accumulator)  # a handle keeps no tensor alive; the module owns the accumulator
 
@@ -144,34 +148,27 @@ def _on_accumulator(module: torch.nn.Module, name: str, kind: Kind, fn: Hook, ta
     return Handle(remove)
 
 
-def _nothing() -> None:
-    pass
-
-
 class _Accumulator:
     """A hook on the accumulator of the parameter `name` of a module, which owns this as a forward pre-hook.
 
-    The tensor knows its accumulator weakly, and the accumulator holds its tensor: tied to the tensor, neither would ever be
-    freed; tied to nothing, the hook would be gone before the first backward. So it is kept here, as long as the module lives. torch
-    makes another accumulator when the dtype or the device of a parameter changes, as `module.double()` and `module.to()` do.
+    A tensor holds its accumulator weakly, so the hook would be gone before the first backward if the node were not kept here. torch
+    makes another accumulator when the dtype or the device of a parameter changes, as `module.to()` does.
     """
 
     def __init__(self, name: str = "", kind: Kind = Kind.AFTER_NODE, fn: Hook | None = None, target: str = "") -> None:
         self._name, self._kind, self._fn, self._target = name, kind, fn, target
         self._node: Node | None = None
-        self._parameter: Callable[[], torch.Tensor | None] = _nothing
+        self._parameter: weakref.ref[torch.Tensor] | None = None
         self._on: tuple[torch.dtype, torch.device] | None = None
         self._handle: Handle | None = None
 
-    def __call__(self, module: torch.nn.Module, inputs: object) -> None:
-        if self._fn is not None:
-            self.renew(module)
-
-    def renew(self, module: torch.nn.Module) -> None:
+    def __call__(self, module: torch.nn.Module, inputs: object = ()) -> None:
+        if self._fn is None:
+            return
         parameter = module.get_parameter(self._name)
         on = parameter.dtype, parameter.device
-        same = self._parameter() is parameter and on == self._on
-        if self._fn is None or same or not parameter.requires_grad:
+        same = self._parameter is not None and self._parameter() is parameter and on == self._on
+        if same or not parameter.requires_grad:
             return
         self.release()
         self._parameter, self._on = weakref.ref(parameter), on
@@ -206,18 +203,6 @@ def _matching(module: torch.nn.Module, pattern: str) -> dict[str, torch.nn.Param
     )
 
 
-def _require_trainable(matches: dict[str, torch.nn.Parameter], pattern: str, kind: Kind, fn: Hook) -> None:
-    frozen = [name for name, parameter in matches.items() if not parameter.requires_grad]
-    if frozen:
-        raise AutogradHookError(
-            f"cannot register a hook on a tensor that doesn't require gradient: {kind.value} hook on {pattern!r}, which "
-            f"matches the frozen {', '.join(map(repr, frozen))}. Narrow the pattern, or call requires_grad_() first.",
-            hook=hook_name(fn),
-            kind=kind.value,
-            target=f"parameter {frozen[0]!r}",
-        )
-
-
 def _describe_tensor(tensor: Any) -> str:
     if not isinstance(tensor, torch.Tensor):
         return describe_value(tensor)
@@ -229,7 +214,6 @@ def _describe_node(node: Any) -> str:
 
 
 def _on_tensor(tensor: torch.Tensor, kind: Kind, fn: Hook, target: str) -> Handle:
-    require_callable(fn, kind, target)
     if not isinstance(tensor, torch.Tensor):
         raise UsageTypeError(f"cannot register a {kind.value} hook on {target}: it is not a tensor.")
     problem = ""
@@ -246,7 +230,6 @@ def _on_tensor(tensor: torch.Tensor, kind: Kind, fn: Hook, target: str) -> Handl
 
 
 def _on_node(node: Node, kind: Kind, fn: Hook, target: str) -> Handle:
-    require_callable(fn, kind, target)
     if not isinstance(node, Node):
         raise UsageTypeError(
             f"cannot register a {kind.value} hook on {target}: it is not a node of the graph. Pass a tensor's `grad_fn`, or "
@@ -257,6 +240,7 @@ def _on_node(node: Node, kind: Kind, fn: Hook, target: str) -> Handle:
 
 def _join(register: Callable[[HookChain], RemovableHandle], kind: Kind, fn: Hook, target: str) -> Handle:
     """Add `fn` to the chain in the table that `register` puts things into, or to a new one. See [Where the chain lives]."""
+    require_callable(fn, kind, target)
     with registration_lock:
         candidate = HookChain(kind)
         registration = register(candidate)

@@ -1,15 +1,13 @@
-"""HookChain: how the hooks of one kind on one tensor or node are called. Once, for all kinds.
+"""HookChain: calls the hooks of one kind on one tensor or node, and checks what they return by torch's rules, in torch's words.
 
-Knows values only: it can be called with any tensors, without an engine. It must not know how torch stores or fires hooks
-(that is `attach`), and it holds no tensor or node, only words that describe its target. What a hook may return is in
-`rules`.
+It knows values only, and holds no tensor or node, only text that describes its target. How torch stores and runs hooks is in
+`attach`.
 
 Note [Written to be traced]
-    Under compiled autograd torch does not check what hooks return, takes its snapshot of them when backward starts, and
-    hands lists to node hooks where the engine hands tuples. A chain that is itself the one torch hook of its tensor keeps
-    all of its rules there too, provided that dynamo can trace it. So: no `is` between tuples (dynamo refuses; elements are
-    compared instead), nothing but plain slots on the path of a call, and words are only made once something is wrong.
-    `tests/unit/autograd/test_compiled.py` traces every kind as one graph.
+    Under compiled autograd torch does not check what hooks return, takes its snapshot of them when backward starts, and passes
+    lists to node hooks where the engine passes tuples. A chain, the one torch hook of its tensor, keeps all of its rules there too,
+    provided that dynamo can trace it. So: no `is` between tuples, which dynamo refuses, nothing but plain slots on the path of a
+    call, and text is only made for errors. `tests/unit/autograd/test_compiled.py` traces every kind as one graph.
 """
 
 from __future__ import annotations
@@ -23,17 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradwire.autograd.user_hooks.hook_rules import (
-    Broken,
-    Hook,
-    describe_hook,
-    describe_value,
-    find_broken,
-    find_broken_tuple,
-    hook_name,
-)
-from gradwire.errors import AutogradHookError, UsageTypeError
+from gradwire.errors import AutogradHookError, AutogradHookTypeError, UsageTypeError
 from gradwire.events import Handle
+
+Hook = Callable[..., Any]
 
 
 class Kind(enum.Enum):
@@ -41,13 +32,10 @@ class Kind(enum.Enum):
 
     ON_GRAD = "on_grad"
     """`fn(grad)`, once the gradient of a tensor is complete; may return another gradient."""
-
     BEFORE_NODE = "before_node"
     """`fn(grad_outputs)`, before a node runs; may return another tuple of the same length."""
-
     AFTER_NODE = "after_node"
     """`fn(grad_inputs, grad_outputs)`, after a node has run; may return another tuple in place of the first."""
-
     AFTER_ACCUMULATE = "after_accumulate"
     """`fn(tensor)`, when the `.grad` of a leaf has been updated; returns None."""
 
@@ -56,10 +44,9 @@ class Kind(enum.Enum):
 # lock for all chains, and re-entrant, because dropping a hook may run finalizers that remove other hooks.
 registration_lock = threading.RLock()
 
-_TENSOR_LIKE = "Return None, or a tensor of the shape, dtype, layout and device of the gradient that was given."
 _TUPLE_LIKE = "Return None, or a tuple of the same length; each value None or like the gradient it stands for."
 _ADVICE = {
-    Kind.ON_GRAD: _TENSOR_LIKE,
+    Kind.ON_GRAD: "Return None, or a tensor of the shape, dtype, layout and device of the gradient that was given.",
     Kind.BEFORE_NODE: _TUPLE_LIKE,
     Kind.AFTER_NODE: _TUPLE_LIKE,
     Kind.AFTER_ACCUMULATE: "Tensor post accumulate grad hooks should return None. Change `tensor.grad` in place instead.",
@@ -67,7 +54,7 @@ _ADVICE = {
 
 
 class Entry(NamedTuple):
-    """One registration: the hook, and in words what it is called and what it was put on."""
+    """One registration: the hook, its name and what it was put on."""
 
     fn: Hook
     name: str
@@ -77,10 +64,10 @@ class Entry(NamedTuple):
 class HookChain:
     """Hooks of one kind in registration order; calling it runs them and returns what replaces the argument, or None.
 
-    The rule for all kinds: walk a snapshot, so a hook may remove itself or others, and one added meanwhile runs from the
+    The rule for all kinds: iterate over a snapshot, so a hook may remove itself or others, and one added meanwhile runs from the
     next call on. None or the very same object means unchanged; anything else is checked, and is what the next hook sees.
 
-    `uninstall` is called, under `registration_lock`, when the last hook has gone.
+    `uninstall` is called, under `registration_lock`, when the last hook has been removed.
 
     >>> import torch
     >>> chain = HookChain(Kind.ON_GRAD)
@@ -102,19 +89,13 @@ class HookChain:
         self._of_node = kind in (Kind.BEFORE_NODE, Kind.AFTER_NODE)
 
     def add(self, fn: Hook, *, target: str) -> Handle:
-        """Put `fn` at the end. The handle knows the chain weakly and does not hold `fn`."""
+        """Put `fn` at the end. The handle holds the chain weakly, and does not hold `fn`."""
         require_callable(fn, self.kind, target)
+        named = fn if isinstance(getattr(fn, "__qualname__", None), str) else type(fn)
         with registration_lock:
             self._number = number = self._number + 1
-            self._entries[number] = Entry(fn, describe_hook(fn), target)
+            self._entries[number] = Entry(fn, f"{named.__module__}.{named.__qualname__}", target)
         return Handle(functools.partial(_discard, weakref.ref(self), number))
-
-    def discard(self, number: int) -> None:
-        """Take out registration `number`; nothing happens where it is gone already."""
-        with registration_lock:
-            gone = self._entries.pop(number, None)
-            if gone is not None and not self._entries and self.uninstall is not None:
-                self.uninstall()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -134,43 +115,26 @@ class HookChain:
         """Run the hooks on `value`. `rest` is shown to them and cannot be replaced."""
         # The snapshot. Not tuple(): that allocates between taking the iterator and using it, which may run finalizers that
         # remove hooks from this very chain.
-        entries = list(self._entries.values())
-        if self._of_node:
-            return self._run_on_tuple(entries, tuple(value), [tuple(grads) for grads in rest])
+        entries, of_node = list(self._entries.values()), self._of_node
+        if of_node:
+            value, rest = tuple(value), tuple([tuple(grads) for grads in rest])
         replacement = None
         for index, entry in enumerate(entries):
             try:
-                result = entry.fn(value)
+                result = entry.fn(value, *rest)
             except Exception as error:
                 error.add_note(f"raised in {self._whereabouts(entries, index)}")
                 raise
-            if result is None or result is value:
+            if result is None or (not of_node and result is value):
                 continue
-            broken = find_broken(entry.fn, value, result)
+            broken = find_broken_tuple(entry.fn, value, result) if of_node else find_broken(entry.fn, value, result)
             if broken is None and self.kind is Kind.AFTER_ACCUMULATE:
                 broken = Broken("it must not return a value", f"It returned {describe_value(result)}.")
             if broken is not None:
                 raise self._error(entries, index, broken)
             value = replacement = result
-        return replacement
-
-    def _run_on_tuple(self, entries: list[Entry], values: tuple[Any, ...], rest: list[tuple[Any, ...]]) -> Any:
-        changed = False
-        for index, entry in enumerate(entries):
-            try:
-                result = entry.fn(values, *rest)
-            except Exception as error:
-                error.add_note(f"raised in {self._whereabouts(entries, index)}")
-                raise
-            if result is None:
-                continue
-            broken = find_broken_tuple(entry.fn, values, result)
-            if broken is not None:
-                raise self._error(entries, index, broken)
-            values, changed = result, True
-        # A hook may return a subclass of tuple. The hooks after it here see that very object; torch's own hooks on the
-        # same node would trip over it.
-        return tuple(values) if changed else None
+        # A hook may return a subclass of tuple, which the hooks after it here see; torch's own would fail on it.
+        return replacement if replacement is None or not of_node else tuple(replacement)
 
     def _error(self, entries: list[Entry], index: int, broken: Broken) -> AutogradHookError:
         fn, _, target = entries[index]
@@ -187,6 +151,15 @@ class HookChain:
         return where
 
 
+def _discard(weak: weakref.ref[HookChain], number: int) -> None:
+    chain = weak()
+    if chain is not None:
+        with registration_lock:
+            removed = chain._entries.pop(number, None)
+            if removed is not None and not chain._entries and chain.uninstall is not None:
+                chain.uninstall()
+
+
 def require_callable(fn: Any, kind: Kind, target: str) -> None:
     """torch takes any object for a hook and fails in the next backward; here it fails where the mistake is."""
     if not callable(fn):
@@ -195,7 +168,71 @@ def require_callable(fn: Any, kind: Kind, target: str) -> None:
         )
 
 
-def _discard(chain: weakref.ref[HookChain], number: int) -> None:
-    alive = chain()
-    if alive is not None:
-        alive.discard(number)
+# -- what a hook may return ----------------------------------------------------------------------------------------------
+
+
+class Broken(NamedTuple):
+    """A rule that a hook broke: torch's words for it, what it returned, and the error to raise."""
+
+    words: str
+    details: str
+    error: type[AutogradHookError] = AutogradHookError
+
+
+def find_broken(fn: Hook, value: Any, result: Any) -> Broken | None:
+    """Compare the one tensor that hook `fn` returned with the one it was given, in torch's order.
+
+    Unlike torch's, the comparison of devices includes the index.
+
+    >>> find_broken(len, torch.ones(2), torch.ones(3)).words
+    "hook 'len' has changed the size of value"
+    """
+    if result is None or result is value:
+        return None
+    if value is None:
+        return Broken("can't replace a None gradient with a non-None value", f"It returned {describe_value(result)}.")
+    if not isinstance(result, torch.Tensor):
+        return Broken(f"expected Variable, but hook returned '{type(result).__name__}'", "", AutogradHookTypeError)
+    if value.dtype != result.dtype or value.layout != result.layout or value.device != result.device:
+        became = f"type of value (was {_type_name(value)} got {_type_name(result)})"
+    elif value.shape != result.shape:
+        became = "size of value"
+    else:
+        return None
+    details = f"It was given {describe_value(value)} and returned {describe_value(result)}."
+    return Broken(f"hook '{hook_name(fn)}' has changed the {became}", details)
+
+
+def find_broken_tuple(fn: Hook, values: tuple[Any, ...], results: Any) -> Broken | None:
+    """Compare the tuple that node hook `fn` returned with the one it was given, element by element."""
+    if not isinstance(results, tuple):
+        return Broken(f"expected tuple, but hook returned '{type(results).__name__}'", "", AutogradHookTypeError)
+    if len(results) != len(values):
+        counts = f"(got {len(results)}, but expected {len(values)})"
+        return Broken(f"hook '{hook_name(fn)}' has returned an incorrect number of values {counts}", "")
+    for index, (value, result) in enumerate(zip(values, results)):
+        broken = find_broken(fn, value, result)
+        if broken is not None:
+            return broken._replace(details=f"This is value {index} of {len(values)}. {broken.details}".strip())
+    return None
+
+
+def hook_name(fn: Hook) -> str:
+    """The name torch gives a hook in its messages: `__name__` where that is a string."""
+    name = getattr(fn, "__name__", None)
+    return name if isinstance(name, str) else "<unknown>"
+
+
+def _type_name(tensor: torch.Tensor) -> str:
+    """torch's name for dtype, layout and device together, where it has one."""
+    try:
+        return str(tensor.type())
+    except RuntimeError:
+        return f"{tensor.dtype} {tensor.layout} on {tensor.device}"
+
+
+def describe_value(value: Any) -> str:
+    """A value in few words; a tensor by its shape and type, never by its contents."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}, {value.layout}, on {value.device}"
+    return f"a value of type '{type(value).__name__}'"
