@@ -15,7 +15,7 @@ from gradwire.errors import NonFiniteGradient, Origin
 from gradwire.groups import C10dGroup, Group
 from gradwire.hooks import cast, chain, mean
 from gradwire.parallel import replicate
-from gradwire.parallel.digest import digest
+from gradwire.parallel.divergence import digest
 from gradwire.policies import Buckets, Gradients, NonFinite
 
 pytestmark = pytest.mark.gpu

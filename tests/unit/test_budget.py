@@ -107,8 +107,7 @@ def test_a_public_class_name_is_used_once() -> None:
         for node in tree.body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
-    still = {"Buckets", "Kind"}  # exported once at most
-    assert {name for name, count in names.items() if count > 1} <= still
+    assert {name for name, count in names.items() if count > 1} == set()
 
 
 def test_a_base_name_is_used_once_in_a_layer() -> None:

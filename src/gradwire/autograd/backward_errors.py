@@ -1,15 +1,15 @@
 """Calls back around every outermost backward: before it, when it has returned, and when it has raised, with the exception.
 
-Knows the function through which torch's Python enters the autograd engine. It must not know what is done about a failure.
+Knows the functions through which torch's Python enters the autograd engine. It must not know what is done about a failure.
 
-Note [Why a function of torch's is replaced]
-The engine reports nothing about a backward that raises: it drops the callbacks queued for its end, and only of those that
-were queued, so nothing at all is known of a backward that fails in the loss, before it reaches the model. Nor can an object
-that notices its own deletion tell which exception it was. The only place that every failure passes, with its exception, is
-`_engine_run_backward`, which `torch.autograd.backward` looks up in its module at each call, however a program has
-imported `backward`. So that name is bound to a function around the original one, once per process, when the first callback is
-registered; without callbacks, and for backwards that succeed, it only passes the call on. Backwards that accumulate nothing, as
-`torch.autograd.grad`, are left alone. Errors in the arguments of `backward` are raised before the engine is entered, and not seen.
+Note [Why functions of torch's are replaced]
+The engine reports nothing about a backward that raises: it drops the callbacks queued for its end, and has none of a backward that
+fails in the loss, before it reaches the model. The only place that every failure passes, with its exception, is
+`_engine_run_backward`, which `torch.autograd.backward` looks up in its module at each call, however a program has imported
+`backward`. So that name is bound to a function around the original one, once per process, when the first callback is registered;
+without callbacks, and for backwards that succeed, it only passes the call on. Backwards that accumulate nothing, as
+`torch.autograd.grad`, are left alone. Errors in the arguments of `backward`, as a loss that is not a scalar, are raised before the
+engine is entered, by `_make_grads`, which is replaced in the same way.
 """
 
 from __future__ import annotations
@@ -26,64 +26,38 @@ import torch
 from gradwire.events import Callbacks, Handle
 from gradwire.runtime.dynamo import untraced_call, untraced_frame
 
-_ENTRY = "_engine_run_backward"
+Callback = Callable[..., Any]
 
-_failed: Callbacks[Callable[..., Any]] = Callbacks()
-_returned: Callbacks[Callable[..., Any]] = Callbacks()
-_guards: Callbacks[Callable[..., Any]] = Callbacks()
-_beginnings: Callbacks[Callable[..., Any]] = Callbacks()
+FAILED: Callbacks[Callback] = Callbacks()
+"""`fn(tensors, error)`, in the thread in which an outermost `backward()` has raised. What `fn` raises becomes a note of `error`."""
+RETURNED: Callbacks[Callback] = Callbacks()
+"""`fn(tensors)`, when an outermost `backward()` that accumulates all gradients has returned; it may raise."""
+COMPILED: Callbacks[Callback] = Callbacks()
+"""`fn(tensors)`, before an outermost `backward()` that compiled autograd is to run; it may raise."""
+BEGINS: Callbacks[Callback] = Callbacks()
+"""`fn(tensors)`, before an outermost `backward()` that accumulates all gradients: not one with `inputs` or `create_graph`. What it
+returns, unless None, is called when that backward has ended or failed."""
+
 _installing = threading.Lock()
+_BACKWARD = torch.autograd.backward.__code__
 
 
-def on_failed_backward(fn: Callable[[Any, BaseException], object]) -> Handle:
-    """Call the bound method `fn(tensors, error)` in the thread in which an outermost `backward()` has raised, before it returns.
-
-    The object of `fn` is held weakly. What `fn` raises is added to `error` as a note.
+def around_backward(event: Callbacks[Callback], fn: Callback) -> Handle:
+    """Call the bound method `fn` at one of the events above. Its object is held weakly.
 
     >>> class Listener:
     ...     def failed(self, tensors: object, error: BaseException) -> None:
     ...         print("failed with", type(error).__name__)
     >>> listener = Listener()
-    >>> handle = on_failed_backward(listener.failed)
+    >>> handle = around_backward(FAILED, listener.failed)
     >>> weight = torch.ones(2, requires_grad=True)
-    >>> loss = (weight * weight).sum()
-    >>> loss.backward()
     >>> try:
-    ...     loss.backward()  # its graph has been freed
+    ...     (weight * weight).backward()  # not a scalar
     ... except RuntimeError:
     ...     pass
     failed with RuntimeError
     >>> handle.remove()
     """
-    return _register(_failed, fn)
-
-
-def on_returned_backward(fn: Callable[[Any], object]) -> Handle:
-    """Call the bound method `fn(tensors)` when an outermost `backward()` that accumulates all gradients has returned; it may raise.
-
-    The object of `fn` is held weakly.
-    """
-    return _register(_returned, fn)
-
-
-def before_compiled_backward(fn: Callable[[Any], object]) -> Handle:
-    """Call the bound method `fn(tensors)` before an outermost `backward()` that compiled autograd is to run; it may raise.
-
-    The object of `fn` is held weakly.
-    """
-    return _register(_guards, fn)
-
-
-def before_backward(fn: Callable[[Any], Callable[[], object] | None]) -> Handle:
-    """Call the bound method `fn(tensors)` before an outermost `backward()` that accumulates all gradients behind `tensors`.
-
-    Hence not before one with `inputs` or `create_graph`. What it returns, unless None, is called when that backward has ended
-    or failed. The object of `fn` is held weakly.
-    """
-    return _register(_beginnings, fn)
-
-
-def _register(callbacks: Callbacks[Callable[..., Any]], fn: Callable[..., object]) -> Handle:
     weak = weakref.WeakMethod(fn)
 
     @untraced_call
@@ -92,15 +66,31 @@ def _register(callbacks: Callbacks[Callable[..., Any]], fn: Callable[..., object
         return None if method is None else method(*args)
 
     with _installing:
-        entry = getattr(torch.autograd, _ENTRY)
-        if not hasattr(entry, "_gradwire_original"):
-            setattr(torch.autograd, _ENTRY, _around(entry))
-    handle = callbacks.add(call)
+        for name, around in (("_engine_run_backward", _around), ("_make_grads", _around_arguments)):
+            original = getattr(torch.autograd, name)
+            if not hasattr(original, "_gradwire_original"):
+                setattr(torch.autograd, name, around(original))
+    handle = event.add(call)
     weakref.finalize(fn.__self__, handle.remove).atexit = False  # type: ignore[attr-defined]
     return handle
 
 
-def _around(original: Callable[..., Any]) -> Callable[..., Any]:
+def _around_arguments(original: Callback) -> Callback:
+    @untraced_frame
+    @functools.wraps(original)
+    def make_grads(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(outputs, *args, **kwargs)
+        except BaseException as error:
+            if sys._getframe(1).f_code is _BACKWARD and torch._C._current_graph_task_id() == -1:
+                _report(outputs, error)
+            raise
+
+    make_grads._gradwire_original = original  # type: ignore[attr-defined]
+    return make_grads
+
+
+def _around(original: Callback) -> Callback:
     @untraced_frame
     @functools.wraps(original)
     def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,14 +100,14 @@ def _around(original: Callable[..., Any]) -> Callable[..., Any]:
         endings: list[Any] = []
         try:
             if _compiled_autograd_is_on():
-                for guard in _guards:
-                    guard(tensors)
+                for refuse in COMPILED:
+                    refuse(tensors)
             all_gradients = _accumulates_all(*args)
-            if all_gradients and _beginnings:
-                endings += filter(None, [begins(tensors) for begins in _beginnings])
+            if all_gradients and BEGINS:
+                endings += filter(None, [begins(tensors) for begins in BEGINS])
             result = original(tensors, *args, **kwargs)
             if all_gradients:
-                for returned in _returned:
+                for returned in RETURNED:
                     returned(tensors)
             return result
         except BaseException as error:
@@ -146,7 +136,7 @@ def _compiled_autograd_is_on() -> bool:
 
 @untraced_call
 def _report(tensors: Any, error: BaseException) -> None:
-    for listener in _failed:
+    for listener in FAILED:
         try:
             listener(tensors, error)
         except Exception as problem:

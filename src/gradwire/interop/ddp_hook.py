@@ -34,7 +34,7 @@ from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.reducer.buckets.layout import ParameterSpec, plain_name
 from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
-from gradwire.reducer.checks.nonfinite import NonFiniteChecked, Overwritten
+from gradwire.reducer.checks.nonfinite import NonFiniteChecked
 from gradwire.reducer.hook.driver import Finished, Pending
 from gradwire.reducer.hook.outer_optimizer import cut
 from gradwire.reducer.hook.runner import HookRunner
@@ -232,7 +232,7 @@ class StepChecks:
         if self._policy is NonFinite.PASS:
             return runner.start(bucket) if overlap else Finished(runner.run(bucket))
         if self._checked is None:
-            self._checked = NonFiniteChecked(runner, self._specs, self._policy, overwritten=Overwritten.ALL)
+            self._checked = NonFiniteChecked(runner, self._specs, self._policy, overwritten=True, in_torchs_ddp=True)
         if bucket.index() == 0:
             self._steps += 1
             self._checked.drop_step()  # of a backward that has failed

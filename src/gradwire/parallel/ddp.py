@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
-from gradwire.autograd.compiled.install import forward_begins
+from gradwire.autograd.compiled.op import forward_begins
 from gradwire.errors import GroupAndMeshGiven, HookAlreadyRegistered, NotPicklable, UsageError
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook

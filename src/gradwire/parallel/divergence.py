@@ -2,6 +2,12 @@
 
 Data-parallel ranks compute the same update from the same averages, so their parameters stay equal. A flipped bit in memory, a
 faulty core, code that runs on one rank only, or a forgotten collective makes them differ, and nothing in training shows it.
+
+Note [Digests]
+A tensor is compared by a digest of 8 bytes of its bits, the same on the CPU and on a GPU, where it is computed without a copy to
+the host. Each word of 64 bits, plus a multiple of its place, goes through the finalizer of splitmix64 (Steele, Lea, Flood: Fast
+Splittable Pseudorandom Number Generators, 2014), and the results are added up. The finalizer is a bijection, so one flipped bit
+cannot be missed; changes in several words cancel with a probability of about 2**-64. About 1 ms per MB on one core.
 """
 
 from __future__ import annotations
@@ -14,17 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import ReplicasDiverged, UsageError
 from gradwire.groups.base import Group
 from gradwire.interop import from_process_group
 from gradwire.interop.default_group import default_process_group
 from gradwire.parallel.broadcast import broadcast_coalesced
-from gradwire.parallel.digest import digest, digests
 from gradwire.parallel.trainable import check_module, refuse_dtensors
 from gradwire.policies import Divergence, check_policies
 from gradwire.reducer.checks.attached_optimizers import check_optimizer
 from gradwire.reducer.hook.runner import HookRunner
+from gradwire.reducer.rank_agreement import gather_rows
 from gradwire.runtime.warnings import warn_user
 
 _SHOWN = 3
@@ -140,12 +145,9 @@ class DivergenceCheck:
             tensors |= {f"{key} of {name}": v for key, v in sorted(state.items()) if isinstance(v, Tensor)}
         return tensors
 
-    def _device(self, tensors: dict[str, Tensor]) -> torch.device:
-        return next(iter(tensors.values())).device if tensors else torch.device("cpu")
-
     def _compare(self) -> list[Difference]:
         tensors = self._tensors()
-        device = self._device(tensors)
+        device = next(iter(tensors.values()), torch.empty(0)).device
         mine = digests(list(tensors.values()), device)
         text = "\n".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items()).encode()
         names = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)
@@ -155,16 +157,16 @@ class DivergenceCheck:
         if any(row[1:] != rows[0][1:] for row in rows):
             raise self._of_different_tensors(rows)
         by_rank = self._gather(mine)
-        return [
-            _difference(name, [row[number] for row in by_rank])
-            for number, name in enumerate(tensors)
-            if len({row[number] for row in by_rank}) > 1
-        ]
+        found = []
+        for number, name in enumerate(tensors):
+            values = [row[number] for row in by_rank]
+            if len(set(values)) > 1:
+                source, others = _majority(values)
+                found.append(Difference(name, others, source))
+        return found
 
     def _gather(self, mine: Tensor) -> list[list[int]]:
-        gathered = mine.new_empty(self.group.size * mine.numel())
-        self.group.submit(all_gather_into_tensor(gathered, mine, label="digests of parameters")).wait()
-        rows: list[list[int]] = gathered.view(self.group.size, -1).tolist()
+        rows: list[list[int]] = gather_rows(self.group, mine, label="digests of parameters").tolist()
         return rows
 
     # -- what was found ------------------------------------------------------------------------------------------------
@@ -182,13 +184,11 @@ class DivergenceCheck:
         named = ", ".join(one.name for one in found[:_SHOWN])
         more = f" and {len(found) - _SHOWN} more tensors" if len(found) > _SHOWN else ""
         who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        text = f"comparing replicas after {_steps(self.steps)}: "
+        text = f"comparing replicas after {_steps(self.steps)}: {who} "
         if tie:
-            text += (
-                f"{who} differ in {named}{more}, and no value has a majority, so it is not known which rank is wrong. "
-            )
+            text += f"differ in {named}{more}, and no value has a majority, so it is not known which rank is wrong. "
         else:
-            text += f"{who} differ{'' if len(ranks) > 1 else 's'} from the majority in {named}{more}. "
+            text += f"differ{'' if len(ranks) > 1 else 's'} from the majority in {named}{more}. "
         if healed:
             text += "It was copied from a rank of the majority. If it happens again, suspect the machine of that rank."
         elif self.policy is Divergence.RECORD:
@@ -202,7 +202,7 @@ class DivergenceCheck:
     def _heal(self, found: Sequence[Difference]) -> None:
         """Copy every tensor that differs from a rank of its majority, and compare again."""
         tensors = self._tensors()
-        device = self._device(tensors)
+        device = next(iter(tensors.values()), torch.empty(0)).device
         for source in sorted({one.source for one in found if one.source is not None}):
             wrong = [tensors[one.name] for one in found if one.source == source]
             # A counter of an optimizer may be on the host, where a group of GPUs cannot send it from.
@@ -239,11 +239,6 @@ def _steps(number: int) -> str:
     return f"{number} step{'' if number == 1 else 's'}"
 
 
-def _difference(name: str, values: Sequence[int]) -> Difference:
-    source, others = _majority(values)
-    return Difference(name, others, source)
-
-
 def _majority(values: Sequence[int | str]) -> tuple[int | None, tuple[int, ...]]:
     """The lowest rank with the most frequent value, and the ranks with another; None and all ranks if several are as frequent.
 
@@ -271,3 +266,63 @@ def _may_differ(model: nn.Module) -> bool:
     replica = getattr(model, "replica", None) or getattr(model, "_gradwire_replica", None)
     outer = getattr(getattr(replica, "runner", None), "outer", None)
     return outer is not None and bool(outer.differ)
+
+
+# -- digests ---------------------------------------------------------------------------------------------------------------
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1))
+_CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 22
+"""Words that are mixed at a time: on the CPU, as many as stay in its cache; on a GPU, enough to keep it busy."""
+
+
+@torch.no_grad()
+def digest(t: Tensor) -> Tensor:
+    """The digest of all elements, in the order of the shape, whatever their order in memory: an int64 on the tensor's device.
+
+    >>> a = torch.zeros(3)
+    >>> bool(digest(a) == digest(torch.zeros(3))), bool(digest(a) == digest(-a))
+    (True, False)
+    """
+    if t.layout is not torch.strided or t.is_meta:
+        raise UsageError(
+            f"digest of a {'meta' if t.is_meta else t.layout} tensor: it has no bytes that could be compared."
+        )
+    data = t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()  # words must be aligned
+    whole = data.numel() // 8
+    total = torch.full((1,), _signed(_GOLDEN), dtype=torch.int64, device=t.device) * (data.numel() + 1)
+    _mix_(total)
+    chunk = min(whole, _CPU_CHUNK if t.device.type == "cpu" else _GPU_CHUNK)
+    if whole:
+        places = torch.arange(1, chunk + 1, device=t.device) * _signed(_GOLDEN)
+        for number, words in enumerate(data[: 8 * whole].view(torch.int64).split(chunk)):
+            shift = _signed(number * chunk * _GOLDEN % (1 << 64))
+            total += _mix_((words + places[: words.numel()]).add_(shift)).sum()
+    if data.numel() % 8:
+        last = torch.zeros(8, dtype=torch.uint8, device=t.device)
+        last[: data.numel() % 8] = data[8 * whole :]
+        total += _mix_(last.view(torch.int64) + _signed((whole + 1) * _GOLDEN % (1 << 64)))
+    return total[0]
+
+
+def digests(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The digest of each tensor, on `device`."""
+    if not tensors:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.stack([digest(t).to(device) for t in tensors])
+
+
+def _mix_(z: Tensor) -> Tensor:
+    """The finalizer of splitmix64, in place. Integers wrap around, and shifts of int64 keep the sign, which is masked."""
+    for bits, factor in _ROUNDS:
+        z.bitwise_xor_((z >> bits).bitwise_and_((1 << (64 - bits)) - 1))
+        if factor != 1:
+            z.mul_(factor)
+    return z

@@ -15,9 +15,9 @@ from gradwire.parallel.recovery import Recovery
 from gradwire.reducer import Reducer
 from gradwire.reducer.buckets.layout import plain_name
 from gradwire.reducer.checks.nonfinite import NonFiniteChecked
-from gradwire.reducer.hook.hook_agreement import odd_ones_out
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.hook.torch_hooks import TorchHook
+from gradwire.reducer.rank_agreement import odd_ones_out
 from gradwire.runtime.threads import weakly
 
 

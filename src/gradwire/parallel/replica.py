@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradwire.autograd.compiled.install import forward_begins
+from gradwire.autograd.compiled.op import forward_begins
 from gradwire.autograd.grad_hooks import on_backward
 from gradwire.autograd.graph import mark_outputs, reachable_parameters
 from gradwire.errors import LayoutError
@@ -45,11 +45,11 @@ from gradwire.policies import (
 from gradwire.recorder.format import RecordKind
 from gradwire.reducer import BucketLayout, Reducer, ReducerOptions
 from gradwire.reducer.buckets.layout import ParameterSpec, by_size
-from gradwire.reducer.buckets.parameter_agreement import compare_parameters
-from gradwire.reducer.checks.nonfinite import NonFiniteChecked, NonFiniteWatch, Overwritten
+from gradwire.reducer.checks.nonfinite import NonFiniteChecked, NonFiniteWatch
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.hook.torch_hooks import TorchHook
 from gradwire.reducer.machine import State
+from gradwire.reducer.rank_agreement import compare_parameters
 from gradwire.runtime.dynamo import untraced_call
 
 _UNLIMITED = 2**62
@@ -128,7 +128,7 @@ class Replica(HookControls):
                 rebuild_limits=None if self.graph is Graph.FIND_UNUSED else self._buckets.limits,
             ),
         )
-        self.reducer.reductions.first_nonfinite = NonFiniteWatch.of(specs, self.checks)
+        self._watch_nonfinite(specs)
         self.divergence = DivergenceSchedule(default_checks().check_divergence)
         self.recovery = Recovery(self.reducer, self.runner, self.state)
         self.handles: list[Handle] = []
@@ -163,8 +163,11 @@ class Replica(HookControls):
         policy = self._policies.nonfinite or default_checks().nonfinite
         if policy is NonFinite.PASS:
             return None
-        overwritten = Overwritten.IN_BUCKETS if self._policies.gradients is Gradients.VIEWS else Overwritten.NONE
-        return NonFiniteChecked(self.runner, specs, policy, overwritten=overwritten)
+        return NonFiniteChecked(self.runner, specs, policy, overwritten=self._policies.gradients is Gradients.VIEWS)
+
+    def _watch_nonfinite(self, specs: list[ParameterSpec]) -> None:
+        watched = self.checks is None and specs[0].device.type == "cpu"
+        self.reducer.reductions.first_nonfinite = NonFiniteWatch([s.name for s in specs]) if watched else None
 
     def _follow_conversion(self) -> None:
         """Parameters have another dtype or device than when they were hooked: begin again with new hooks and new buckets.
@@ -181,7 +184,7 @@ class Replica(HookControls):
         self.runner.start_over(self.runner.step)
         self.checks = self._make_checks(specs)
         self.reducer.reductions.runner = self.checks or self.runner
-        self.reducer.reductions.first_nonfinite = NonFiniteWatch.of(specs, self.checks)
+        self._watch_nonfinite(specs)
 
     # -- the hook ------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwire.autograd.backward_errors import before_compiled_backward, on_failed_backward
+from gradwire.autograd.backward_errors import COMPILED, FAILED, around_backward
 from gradwire.autograd.graph import reachable_parameters, reaches_mark
 from gradwire.errors import CompiledAutograd, GroupAborted
 from gradwire.groups.base import Group
@@ -59,8 +59,8 @@ class Iterations:
         self._parameters = parameters
         self._machine = machine
         self._abandon = weakly(abandon)
-        on_failed_backward(self.backward_failed)
-        before_compiled_backward(self._refuse_compiled)
+        around_backward(FAILED, self.backward_failed)
+        around_backward(COMPILED, self._refuse_compiled)
 
     @property
     def begins(self) -> int:

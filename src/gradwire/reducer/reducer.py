@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from gradwire.autograd.backward_end import at_backward_end
-from gradwire.autograd.backward_errors import on_returned_backward
+from gradwire.autograd.backward_errors import RETURNED, around_backward
 from gradwire.collectives import broadcast
 from gradwire.errors import GradwireError
 from gradwire.events import BackwardEnded, GradientReady, StepEnded
 from gradwire.groups.base import Group
 from gradwire.recorder.format import RecordKind
-from gradwire.reducer.buckets.buffers import Buckets
+from gradwire.reducer.buckets.buffers import BucketBuffers
 from gradwire.reducer.buckets.layout import BucketLayout
 from gradwire.reducer.intake.awaited_gradients import register
 from gradwire.reducer.intake.intake import GradientIntake
@@ -75,7 +75,7 @@ class Reducer:
         self.incomplete: Callable[[], object] | None = None
         """Called when a backward has ended in which some parameters got no gradient; it may raise."""
         self.machine = Machine(layout.members, [s.name for s in layout.parameters], rank=group.rank)
-        self.buckets = Buckets(parameters, layout, keep_views=options.keep_views, lazy=options.lazy_buckets)
+        self.buckets = BucketBuffers(parameters, layout, keep_views=options.keep_views, lazy=options.lazy_buckets)
         self.order = BucketOrder(layout.parameters, options.rebuild_limits)
         self.used = UsedParameters(len(parameters), track=options.track_unused, device=self.device)
         self.intake = GradientIntake(self.parameters, self.machine, in_buckets=options.keep_views)
@@ -88,7 +88,7 @@ class Reducer:
         self._outputs_reached = False
         self._lock = threading.RLock()  # a model on several devices has a thread for each of them in backward
         self.buckets.allocate(layout, group)
-        on_returned_backward(self.backward_returned)
+        around_backward(RETURNED, self.backward_returned)
         register(self)
 
     @property

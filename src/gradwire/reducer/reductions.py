@@ -14,7 +14,7 @@ from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
-from gradwire.reducer.buckets.buffers import Buckets
+from gradwire.reducer.buckets.buffers import BucketBuffers
 from gradwire.reducer.hook.driver import Pending
 from gradwire.reducer.intake.intake import GradientIntake
 from gradwire.reducer.machine import Launch
@@ -61,7 +61,7 @@ class Reductions:
     """The reductions of one model's buckets."""
 
     def __init__(
-        self, group: Group, runner: Runner, buckets: Buckets, intake: GradientIntake, events: ModelEvents
+        self, group: Group, runner: Runner, buckets: BucketBuffers, intake: GradientIntake, events: ModelEvents
     ) -> None:
         self.group = group
         self.runner = runner

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire.errors import UsageError
 from gradwire.parallel import digest as module
-from gradwire.parallel.digest import digest, digests
+from gradwire.parallel.divergence import digest, digests
 
 DTYPES = [
     torch.float32,

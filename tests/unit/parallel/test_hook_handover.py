@@ -139,8 +139,8 @@ def test_what_is_owed_is_saved_until_it_is_sent() -> None:
     again = from_dict(to_dict(owing, rank=1, step=0), mean(), rank=1)
     elsewhere = from_dict(to_dict(owing, rank=1, step=0), mean(), rank=0)
     gradient = torch.ones(10)
-    again.add_residual(SPEC, gradient)
-    again.add_residual(SPEC, gradient)
+    again.begin(SPEC, gradient)
+    again.begin(SPEC, gradient)
     assert gradient.tolist() == [3.0] * 10
     assert (again.owed, elsewhere.owed) == ({}, {})
     assert owing.transfer_to(FED, step=0).owed.keys() == {"a", "b"}
@@ -183,26 +183,6 @@ def test_the_warning_names_the_line_that_set_the_hook(group: Group) -> None:
         replica.set_hook(mean())
     assert caught[0].filename == __file__
     replica.detach()
-
-
-@pytest.mark.parametrize(
-    ("hook", "now"),
-    [
-        ("error_feedback() > top_k(ratio=0.05, values=None)", chain(error_feedback(), top_k(ratio=0.01))),
-        (
-            "clip(norm=1.0, per_parameter=True) > error_feedback() > mean()",
-            chain(hooks.clip(norm=1.0), error_feedback(), mean()),
-        ),
-    ],
-)
-def test_states_of_the_format_before_load(hook: str, now: CommHook) -> None:
-    residual = {"a": {"residual": torch.full((6,), 3.0)}, "b": {"residual": torch.full((4,), 4.0)}}
-    old = {"version": 1, "hook": hook, "rank": 0, "step": 5, "state": residual}
-    states = from_dict(old, now, rank=0)
-    assert states.steps == 5
-    assert states.of(SPEC)["residual"].tolist() == [3.0] * 6 + [4.0] * 4
-    with pytest.raises(HookError, match="saved under the hook"):
-        from_dict(old, mean(), rank=0)
 
 
 def test_diloco_goes_on_under_other_settings() -> None:

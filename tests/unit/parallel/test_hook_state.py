@@ -203,7 +203,7 @@ def test_a_state_of_another_hook_names_both() -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda d: d | {"version": 7}, "the state has format 7, and this gradwire reads formats 1 to 2"),
+        (lambda d: d | {"version": 7}, "the state has format 7, and this gradwire reads format 2"),
         (lambda d: {k: v for k, v in d.items() if k != "step"}, "this is not a hook state: it lacks step"),
         (lambda d: {}, "it lacks hook, rank, state, step, version"),
         (lambda d: None, "it lacks hook"),

@@ -29,7 +29,7 @@ from gradwire.parallel import replicate
 from gradwire.policies import BucketMemory, Buckets, Gradients, NonFinite
 from gradwire.reducer.checks.late import LateCheck
 from gradwire.reducer.checks.nonfinite import NonFiniteChecked
-from gradwire.reducer.checks.nonfinite_search import Kind
+from gradwire.reducer.checks.nonfinite_search import NonFiniteKind
 from gradwire.testing import run_ranks
 from helpers.late_checks import all_finite, attached, emulate_device, fused, step, train_until
 from helpers.poisoned_model import FLAGS, Model, Scale, means
@@ -343,7 +343,7 @@ def test_the_right_parameters_are_found(data: st.DataObject) -> None:
     late = _pending(replica)
     assert late.flag.read()
     found, averages = late.check.released()
-    kinds = {k: Kind.NAN if math.isnan(v) else Kind.INFINITE for k, (_, v) in bad.items()}
+    kinds = {k: NonFiniteKind.NAN if math.isnan(v) else NonFiniteKind.INFINITE for k, (_, v) in bad.items()}
     assert set(found) == {(kinds[number], number, None) for number in bad}
     assert averages
     replica.detach()

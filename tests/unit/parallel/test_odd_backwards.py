@@ -44,7 +44,7 @@ def test_a_gradient_penalty(
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(flags) or "plain")
-@pytest.mark.parametrize("where", ["in the loss", "in the model"])
+@pytest.mark.parametrize("where", ["in the loss", "in the model", "in its arguments"])
 def test_a_backward_imported_by_name_that_fails_fails_the_step_on_all_ranks(flags: dict[str, Any], where: str) -> None:
     def fail(_: Tensor) -> None:
         raise KeyError("here")
@@ -56,13 +56,16 @@ def test_a_backward_imported_by_name_that_fails_fails_the_step_on_all_ranks(flag
             out = ddp(torch.full((2, 3), float(group.rank + step + 1)))
             loss = out.square().sum()
             if step == 3 and group.rank == 1:
-                (loss if where == "in the loss" else out).register_hook(fail)
+                if where == "in its arguments":
+                    loss = out  # not a scalar
+                else:
+                    (loss if where == "in the loss" else out).register_hook(fail)
             backward(loss)
 
         for step in range(6):
             ddp.zero_grad()
             if step == 3:
-                with pytest.raises((KeyError, GroupAborted), match="here"):
+                with pytest.raises((KeyError, RuntimeError, GroupAborted), match="here|scalar outputs"):
                     take(step)
                 continue
             take(step)

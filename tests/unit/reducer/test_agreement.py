@@ -10,7 +10,7 @@ import torch
 from gradwire.errors import LayoutError
 from gradwire.groups import Group, Recording
 from gradwire.reducer import ParameterSpec
-from gradwire.reducer.buckets.parameter_agreement import compare_parameters
+from gradwire.reducer.rank_agreement import compare_parameters
 from gradwire.testing import run_ranks
 
 CPU = torch.device("cpu")

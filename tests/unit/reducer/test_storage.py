@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.groups import Group, GroupWrapper, ThreadGroup
 from gradwire.hooks import BucketSpec
-from gradwire.reducer.buckets.buffers import Buckets, Storage
+from gradwire.reducer.buckets.buffers import BucketBuffers, Storage
 from gradwire.reducer.buckets.layout import BucketLayout, ParameterSpec
 
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ def test_averages_of_all_buckets_are_put_back_whatever_the_gradients_are(group: 
     parameters = [torch.zeros(2, 2, dtype=dtype) for dtype in (torch.float32,) * 5 + (torch.float64,)]
     specs = [ParameterSpec.of(str(i), p) for i, p in enumerate(parameters)]
     layout = BucketLayout.make(specs, [[0, 1, 2], [3, 4], [5]])
-    buckets = Buckets(parameters, layout, keep_views=False, lazy=False)
+    buckets = BucketBuffers(parameters, layout, keep_views=False, lazy=False)
     buckets.allocate(layout, group)
     gradients: list[Tensor | None] = [torch.zeros_like(p) for p in parameters]
     gradients[1], gradients[3] = None, torch.eye(2).to_sparse()
@@ -147,7 +147,7 @@ def test_averages_of_all_buckets_are_put_back_whatever_the_gradients_are(group: 
 def test_averages_that_cannot_be_copied_are_an_error(group: Any) -> None:
     parameter = torch.zeros(3)
     layout = BucketLayout.make([ParameterSpec.of("p", parameter)], [[0]])
-    buckets = Buckets([parameter], layout, keep_views=False, lazy=False)
+    buckets = BucketBuffers([parameter], layout, keep_views=False, lazy=False)
     buckets.allocate(layout, group)
     parameter.grad = torch.zeros(3)
     parameter.grad.resize_(5)
@@ -158,7 +158,7 @@ def test_averages_that_cannot_be_copied_are_an_error(group: Any) -> None:
 def test_gradients_that_are_views_of_one_bucket_may_change_places(group: Any) -> None:
     parameters = [torch.zeros(2) for _ in range(3)]
     layout = BucketLayout.make([ParameterSpec.of(str(i), p) for i, p in enumerate(parameters)], [[0, 1, 2]])
-    buckets = Buckets(parameters, layout, keep_views=True, lazy=False)
+    buckets = BucketBuffers(parameters, layout, keep_views=True, lazy=False)
     buckets.allocate(layout, group)
     first, second, third = buckets.storages[0].views
     buckets.storages[0].buffer.copy_(torch.arange(6.0))  # type: ignore[union-attr]

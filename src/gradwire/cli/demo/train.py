@@ -27,7 +27,7 @@ from gradwire.cli.demo.model import (
 from gradwire.collectives import ReduceOp
 from gradwire.groups import Group
 from gradwire.parallel import replicate
-from gradwire.parallel.digest import digest, digests
+from gradwire.parallel.divergence import digest, digests
 
 _PROMPT = "def "
 _SAMPLE = 160

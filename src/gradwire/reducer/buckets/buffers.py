@@ -1,4 +1,4 @@
-"""Buckets: the memory of all buckets of a model; gradients go in when a bucket is launched, averages come back out.
+"""BucketBuffers: the memory of all buckets of a model; gradients go in when a bucket is launched, averages come back out.
 
 Note [One copy]
 Averages of all buckets of a device are copied out by one call: a bucket of 25 MB alone does not occupy all of a large GPU.
@@ -31,7 +31,7 @@ class ZeroBucket(GradBucket):
     __slots__ = ()
 
 
-class Buckets:
+class BucketBuffers:
     """The buckets of one model in one layout.
 
     With `keep_views`, gradients are views of the buckets after a step. With `lazy`, memory is allocated when a bucket is

@@ -1,8 +1,7 @@
-"""Which parameter lies in which bucket: pure data, with a fingerprint that ranks compare."""
+"""Which parameter lies in which bucket: pure data."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -81,11 +80,6 @@ class BucketLayout:
             device=specs[0].device,
             sparse=specs[0].sparse,
         )
-
-    def fingerprint(self) -> str:
-        """Equal on two ranks exactly when their parameters and buckets are."""
-        text = "\n".join([*(p.describe() for p in self.parameters), repr(self.members)])
-        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def by_size(

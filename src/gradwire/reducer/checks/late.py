@@ -1,18 +1,14 @@
 """LateFlag and LateChecks: a result that stays on the device, and that the host reads one step later.
 
 Note [Late results]
-A host that must know before the optimizer's step whether averages are finite has to wait for the device there. It loses its
-lead, and the device then waits for the host: a few percent of a step. So, where the device can act on the result itself, the
-host does not wait. It gives the flag on the device to the attached optimizers, which skip the step (see
-`attached_optimizers.py`), and reads it at the end of the next step's reductions, when it has long been there. This is possible
-with hooks that pass NaN on (see Note [What a healthy step costs] in `nonfinite.py`): all ranks have the same flag, and none
-needs another's. `NonFinite.RECORD` needs no optimizer, as nothing is skipped.
+A host that waits for the device before the optimizer's step loses its lead: a few percent of a step. So, where the device can act
+on the result itself, the host does not wait. It gives the flag on the device to the attached optimizers, which skip the step (see
+`attached_optimizers.py`), and reads it at the end of the next step's reductions. This is possible with hooks that pass NaN on (see
+Note [What a healthy step costs] in `nonfinite.py`): all ranks have the same flag. `NonFinite.RECORD` needs no optimizer.
 
-All ranks read the flag of a step at the same place, since a bad one is followed by an exchange of what they have found. So they
-must agree that the host does not wait, even if an optimizer is attached on some of them only. They ask each other until all can;
-after that, what changes is changed by the program that all ranks run. They begin again when the states of the hook are replaced,
-as in a recovery, where a rank may have made a step more than others or be new, and after `join()`, where a rank may have made
-none. A result that is pending when a recovery begins is dropped.
+All ranks read the flag of a step at the same place, since a bad one is followed by an exchange. So they must agree that the host
+does not wait: they ask each other until all can; after that, what changes is changed by the program that all ranks run. They begin again
+when the states of the hook are replaced, as in a recovery, and after `join()`. A result that is pending then is dropped.
 """
 
 from __future__ import annotations
@@ -67,7 +63,8 @@ class LateChecks:
         self._device = specs[0].device
         self._same = all(s.device == self._device and not s.sparse and s.dtype in MAX_NORM_DTYPES for s in specs)
         self.skips = skips
-        self._pending: LateCheck | None = None
+        self.pending: LateCheck | None = None
+        """That of the last step, until it is read."""
         self._states: HookStates | None = None
         self._uneven = False
         self._steps = 0
@@ -82,15 +79,13 @@ class LateChecks:
             runner.optimizers.forget_steps()
             return False
         self._steps += 1
-        return self._allowed(runner) and (self._agreed or self._agree(runner)) and self._can_skip(runner)
+        # What is identical on all ranks comes first.
+        allowed = self._same and not runner.uneven and on_device(self._device)
+        allowed = allowed and runner.group.orders_streams(self._device)
+        return allowed and (self._agreed or self._agree(runner)) and self._can_skip(runner)
 
     def _can_skip(self, runner: HookRunner) -> bool:
         return not self.skips or runner.optimizers.can_skip()
-
-    def _allowed(self, runner: HookRunner) -> bool:
-        """Whether the conditions that are identical on all ranks allow late checks."""
-        device = self._device
-        return self._same and not runner.uneven and on_device(device) and runner.group.orders_streams(device)
 
     def _agree(self, runner: HookRunner) -> bool:
         """Whether all ranks can: they ask each other in the first, second, fourth, … step, until all can."""
@@ -102,19 +97,14 @@ class LateChecks:
     def enqueue(self, check: StepCheck, runner: HookRunner, *, step: int) -> LateCheck:
         """All reductions of a step are enqueued: keep its result until the next step."""
         late = LateCheck(LateFlag(check.release()), check, step, runner.name, runner.states)
-        self._pending = late
+        self.pending = late
         if self.skips:
             runner.optimizers.skip_next(late.flag.on_device)
         return late
 
-    @property
-    def pending(self) -> bool:
-        """Whether the check of the last step has not been read."""
-        return self._pending is not None
-
     def take(self, runner: HookRunner) -> LateCheck | None:
         """The check of the last step, if it has not been read. It is not pending any more."""
-        late, self._pending = self._pending, None
+        late, self.pending = self.pending, None
         return late if late is not None and late.states is runner.states else None
 
 

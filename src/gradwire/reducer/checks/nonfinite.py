@@ -4,9 +4,8 @@ Note [What a healthy step costs]
 The averages are examined: on the host by one sum over each bucket, on a device by its largest absolute value (see
 `collectives/finite.py`). If the hook passes NaN on to all ranks (`CommHook.passes_nonfinite`: `mean` does), that is all: averages
 are the same bits on every rank, so either all ranks find them bad and exchange what they have found, or none does. The gradients
-that they were made of are searched afterwards, in `.grad`. If they are views of the bucket, as when
-`zero_grad(set_to_none=False)` keeps them, they have been overwritten by then, so such a bucket is examined before its
-reduction too.
+that they were made of are searched afterwards, in `.grad`. If they are views of the bucket they have been overwritten by then, so
+such a bucket is examined before its reduction too.
 
 Any other hook may hide a NaN, or give each rank another result. Then ranks check gradients as well, and exchange 8 bytes in every
 step, since a rank that decided alone would leave the others waiting.
@@ -18,7 +17,6 @@ waits at all: see Note [Late results] in `late.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -32,37 +30,30 @@ from gradwire.reducer.buckets.buffers import ZeroBucket
 from gradwire.reducer.buckets.layout import ParameterSpec
 from gradwire.reducer.checks.late import LateCheck, LateChecks
 from gradwire.reducer.checks.nonfinite_report import NonFiniteHandler, NonFiniteReport, any_rank, exchange
-from gradwire.reducer.checks.nonfinite_search import Found, Kind, Search, StepCheck
+from gradwire.reducer.checks.nonfinite_search import Found, NonFiniteKind, Search, StepCheck
 from gradwire.reducer.hook.driver import Finished, Pending
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.reductions import StepRejected, StepSkipped
-
-_WORTH_ASKING = 4096
-"""Elements that are summed in about the time of two calls from Python."""
-
-
-class Overwritten(Enum):
-    """Which gradients are overwritten in `.grad` before they are checked, so that they must be examined when they are launched."""
-
-    NONE = "none"
-    """All stay there until they are checked."""
-    IN_BUCKETS = "in buckets"
-    """Those that are views of their bucket."""
-    ALL = "all"
-    """Averages are there before they are checked, as in torch's DDP."""
 
 
 class NonFiniteChecked:
     """A runner that checks every bucket of a step, and decides with all ranks what happens if one finds a non-finite value."""
 
     def __init__(
-        self, inner: HookRunner, specs: Sequence[ParameterSpec], policy: NonFinite, *, overwritten: Overwritten
+        self,
+        inner: HookRunner,
+        specs: Sequence[ParameterSpec],
+        policy: NonFinite,
+        *,
+        overwritten: bool,
+        in_torchs_ddp: bool = False,
     ) -> None:
+        """`overwritten`: gradients are views of buckets. `in_torchs_ddp`: averages are in `.grad` before they are checked."""
         self._inner = inner
         self._specs = list(specs)
         self._policy = policy
         self._handler = NonFiniteHandler(policy)
-        self._overwritten = overwritten
+        self._overwritten, self._in_torchs_ddp = overwritten, in_torchs_ddp
         self._late = LateChecks(self._specs, skips=policy is not NonFinite.RECORD)
         self._search = Search([spec.name for spec in specs])
         self._check: StepCheck | None = None
@@ -97,8 +88,8 @@ class NonFiniteChecked:
             check = self._check = self._begin(bucket.spec)
         if isinstance(bucket, ZeroBucket):
             return check
-        if self._trusted and self._stay_in_grad(bucket):
-            check.keep(bucket)
+        if self._trusted and not self._overwritten and not bucket.spec.sparse:
+            check.kept.append(bucket)
         else:
             check.add_gradients(bucket)
         return check
@@ -109,16 +100,11 @@ class NonFiniteChecked:
         self._device = spec.device
         self._trusted = inner.torch_hook is None and inner.outer is None and inner.hook.passes_nonfinite
         # Not if a bad step has to be undone in the state of a hook, and not in torch's DDP, which has no `finish_checks`.
-        can_be_late = self._trusted and self._overwritten is not Overwritten.ALL and inner.states.of(spec) is None
+        can_be_late = self._trusted and not self._in_torchs_ddp and inner.states.of(spec) is None
         self._is_late = can_be_late and self._late.begin(inner)
         inner.states.commit()  # of a backward that has failed
         inner.states.can_roll_back = self._policy is not NonFinite.RECORD
         return StepCheck(self._search, inner.hook if self._trusted else None)
-
-    def _stay_in_grad(self, bucket: GradBucket) -> bool:
-        if bucket.spec.sparse or self._overwritten is Overwritten.ALL:
-            return False
-        return self._overwritten is Overwritten.NONE or _lie_elsewhere(bucket)
 
     def drop_step(self) -> None:
         """Forget the checks of a step that has ended or failed."""
@@ -200,7 +186,7 @@ class NonFiniteChecked:
             hook,
             averages_only=trusted,
             step=step,
-            in_grads=self._overwritten is Overwritten.ALL,
+            in_grads=self._in_torchs_ddp,
             later=later,
         )
         return self._handler.handle(report, group)
@@ -215,7 +201,7 @@ class NonFiniteChecked:
     @property
     def late(self) -> bool:
         """Whether the result of the last step has not been read."""
-        return self._late.pending
+        return self._late.pending is not None
 
     @property
     def skipped(self) -> int:
@@ -237,23 +223,18 @@ class NonFiniteChecked:
 class NonFiniteWatch:
     """Writes the first gradient of this rank that is not finite to the flight recorder, for the report of the run.
 
-    For models on the CPU without a policy. It costs a sum over each bucket, and no communication.
+    For models on the CPU without a policy: elsewhere the host would have to wait. It costs a sum over each bucket.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._search: Search | None = Search(names)
 
-    @classmethod
-    def of(cls, specs: Sequence[ParameterSpec], checks: NonFiniteChecked | None) -> NonFiniteWatch | None:
-        """None where a policy checks gradients, or the host would have to wait for them."""
-        return cls([spec.name for spec in specs]) if checks is None and specs[0].device.type == "cpu" else None
-
     def __call__(self, bucket: GradBucket, group: Group, step: int) -> None:
         """Examine a bucket before its reduction."""
         found = () if self._search is None else self._search.before(bucket, None).found
         if found and (recorder := writer.active) is not None:
-            name, nan = self._names[found[0].parameter], found[0].kind is Kind.NAN
+            name, nan = self._names[found[0].parameter], found[0].kind is NonFiniteKind.NAN
             recorder.describe("nonfinite", {"rank": group.rank, "step": step, "parameter": name, "nan": nan})
             self._search = None  # once a parameter is NaN, every later gradient is
 
@@ -269,15 +250,3 @@ class _Checked:
         result = self._pending.wait()
         self._check.add_average(self._spec, result)
         return result
-
-
-def _lie_elsewhere(bucket: GradBucket) -> bool:
-    """Whether no gradient lies in its bucket, so that none is overwritten before the end of the step.
-
-    False for small parameters: to compare addresses would take longer than to examine all.
-    """
-    parameters = bucket.parameters()
-    if len(parameters) * _WORTH_ASKING > bucket.buffer().numel():
-        return False
-    rows = zip(parameters, bucket.gradients(), strict=True)
-    return all(p.grad is None or p.grad.data_ptr() != view.data_ptr() for p, view in rows)

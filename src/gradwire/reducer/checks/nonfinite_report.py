@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.collectives import all_gather_into_tensor
 from gradwire.errors import NonFiniteGradient, Origin
 from gradwire.groups.base import Group
 from gradwire.policies import NonFinite
-from gradwire.reducer.checks.nonfinite_search import Found, Kind
+from gradwire.reducer.checks.nonfinite_search import Found, NonFiniteKind
+from gradwire.reducer.rank_agreement import gather_rows
 from gradwire.reducer.reductions import StepRejected, StepSkipped
 from gradwire.runtime.warnings import warn_user
 
@@ -31,9 +31,9 @@ _IN_GRADS = "The averages are in .grad, and the model can be used again: call ze
 _MANY = (10, 100, 1000, 10000)
 """Numbers of steps skipped in a row at which a warning is shown again."""
 _WHAT = {
-    Kind.NAN: "is NaN",
-    Kind.INFINITE: "is infinite",
-    Kind.BEYOND: "is too large for the dtype in which it is reduced",
+    NonFiniteKind.NAN: "is NaN",
+    NonFiniteKind.INFINITE: "is infinite",
+    NonFiniteKind.BEYOND: "is too large for the dtype in which it is reduced",
 }
 
 
@@ -49,34 +49,29 @@ class RankFindings:
 
 def any_rank(mine: bool, group: Group, device: torch.device) -> bool:
     """Whether any rank has found something. A collective: on the wire, 8 bytes per rank."""
-    flag = torch.tensor([int(mine)], dtype=torch.int64, device=device)
-    flags = flag.new_empty(group.size)
-    group.submit(all_gather_into_tensor(flags, flag, label="finite?")).wait()
-    return any(flags.tolist())
+    return bool(gather_rows(group, torch.tensor([int(mine)], device=device), label="finite?").any())
 
 
 def exchange(
     group: Group, gradients: Sequence[Found], averages: Sequence[Found], *, device: torch.device
 ) -> list[RankFindings]:
     """What every rank has found. A collective: on the wire, 64 bytes per rank."""
-    gradients = sorted(gradients, key=lambda found: found.kind is Kind.BEYOND)  # a NaN is named before an overflow
+    gradients = sorted(
+        gradients, key=lambda found: found.kind is NonFiniteKind.BEYOND
+    )  # a NaN is named before an overflow
     row = [number for found in (gradients, averages) for number in (*_numbers(found), len(found))]
-    mine = torch.tensor(row, dtype=torch.int64, device=device)
-    gathered = mine.new_empty(group.size * len(row))
-    group.submit(all_gather_into_tensor(gathered, mine, label="non-finite gradients")).wait()
-    return [RankFindings(_found(r[:3]), r[3], _found(r[4:7]), r[7]) for r in gathered.view(group.size, -1).tolist()]
+    rows = gather_rows(group, torch.tensor(row, device=device), label="non-finite gradients").tolist()
+    return [RankFindings(_found(r[:3]), r[3], _found(r[4:7]), r[7]) for r in rows]
 
 
 def _numbers(found: Sequence[Found]) -> tuple[int, int, int]:
-    if not found:
-        return 0, 0, 0
-    kind, parameter, element = found[0]
+    kind, parameter, element = found[0] if found else (0, 0, 0)
     return kind, parameter, -1 if element is None else element
 
 
 def _found(numbers: list[int]) -> Found | None:
     kind, parameter, element = numbers
-    return Found(Kind(kind), parameter, None if element < 0 else element) if kind else None
+    return Found(NonFiniteKind(kind), parameter, None if element < 0 else element) if kind else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +94,10 @@ class NonFiniteReport:
 
     def error(self, policy: NonFinite) -> NonFiniteGradient:
         """The error, also where it is not raised."""
-        for origin, wanted in ((Origin.GRADIENT, (Kind.NAN, Kind.INFINITE)), (Origin.OVERFLOW, (Kind.BEYOND,))):
+        for origin, wanted in (
+            (Origin.GRADIENT, (NonFiniteKind.NAN, NonFiniteKind.INFINITE)),
+            (Origin.OVERFLOW, (NonFiniteKind.BEYOND,)),
+        ):
             ranks = [r for r, a in enumerate(self.findings) if a.gradient is not None and a.gradient.kind in wanted]
             if ranks:
                 return self._of_ranks(origin, ranks, policy)
@@ -183,18 +181,14 @@ class NonFiniteHandler:
             self.skipped += 1
             self._in_a_row = self._in_a_row + 1 if report.step == self._last + 1 else 1
             self._last = report.step
-        if group.rank == 0:
-            self._show(error)
-        self._shown = True
-        return StepSkipped(error) if self._policy is NonFinite.SKIP else None
-
-    def _show(self, error: NonFiniteGradient) -> None:
-        if not self._shown:
+        if group.rank == 0 and not self._shown:
             warn_user(f"{error} Later ones are recorded only.")
-        elif self._in_a_row in _MANY:
+        elif group.rank == 0 and self._in_a_row in _MANY:
             warn_user(
                 f"{self._in_a_row} steps in a row were skipped, so the model no longer trains. The last one: {error}"
             )
+        self._shown = True
+        return StepSkipped(error) if self._policy is NonFinite.SKIP else None
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -21,7 +21,7 @@ from gradwire.hooks.bucket import BucketSpec, GradBucket
 T = TypeVar("T")
 
 
-class Kind(IntEnum):
+class NonFiniteKind(IntEnum):
     """What an element is. The value is sent to other ranks."""
 
     NAN = 1
@@ -33,7 +33,7 @@ class Kind(IntEnum):
 class Found(NamedTuple):
     """An element that is not finite."""
 
-    kind: Kind
+    kind: NonFiniteKind
     parameter: int
     """The parameter's number in the model."""
     element: int | None
@@ -59,7 +59,7 @@ class Search:
     def before(self, bucket: GradBucket, narrow: torch.dtype | None) -> Look:
         """Examine gradients that will be overwritten. `narrow`: see `probe`."""
         buffer = bucket.buffer().detach()
-        if not on_host(buffer):
+        if not buffer.is_cpu:
             return Look((), self._numbers(bucket.names()), max_norms(bucket.gradients()), overflow_limit(narrow))
         if math.isfinite(probe(buffer, narrow=narrow).item()):
             return Look()
@@ -109,16 +109,13 @@ class StepCheck:
     def __init__(self, search: Search, hook: CommHook | None) -> None:
         """`hook`: one that only converts and adds up, so that its narrowest dtype explains an overflow."""
         self._search, self._hook = search, hook
-        self._kept: list[GradBucket] = []
+        self.kept: list[GradBucket] = []
+        """Their gradients stay in `.grad` until the end of the step."""
         self._before: list[Look] = []
         self._averages: list[tuple[BucketSpec, Tensor]] = []
         """On a device all, on the host those that are not finite."""
         self._norms: list[tuple[BucketSpec, Tensor]] = []
         """The largest absolute value of each average, once the step was released."""
-
-    def keep(self, bucket: GradBucket) -> None:
-        """The gradients of a bucket stay in `.grad` until the end of the step."""
-        self._kept.append(bucket)
 
     def add_gradients(self, bucket: GradBucket) -> None:
         """Examine the gradients of a bucket, which will be overwritten."""
@@ -126,7 +123,7 @@ class StepCheck:
 
     def add_average(self, spec: BucketSpec, result: Tensor) -> None:
         """Examine an average; on a device, at the end of the step."""
-        if not on_host(result) or not is_finite(result):
+        if not result.is_cpu or not is_finite(result):
             self._averages.append((spec, result.detach()))
 
     def averages(self) -> list[Found]:
@@ -138,17 +135,17 @@ class StepCheck:
     def gradients(self, *, kept: bool) -> list[Found]:
         """What was not finite in gradients before their reduction, with those that are still in `.grad` if `kept`."""
         found = [f for look in examine(self._before) for f in look]
-        return found + (self._search.in_grads(self._kept, self._hook) if kept else [])
+        return found + (self._search.in_grads(self.kept, self._hook) if kept else [])
 
     def release(self) -> Tensor:
         """Replace all gradients by numbers on the device, for a late report. Does not wait for it.
 
         Returns a flag on the device: 1 if an average is not finite, else 0.
         """
-        self._before += self._search.in_grads_later(self._kept, self._hook)
+        self._before += self._search.in_grads_later(self.kept, self._hook)
         norms = max_norms([result for _, result in self._averages])
         self._norms = [(spec, norm) for (spec, _), norm in zip(self._averages, norms, strict=True)]
-        self._kept, self._averages = [], []
+        self.kept, self._averages = [], []
         return _stack(norms).lt(math.inf).all().logical_not().float()
 
     def released(self) -> tuple[list[Found], list[Found]]:
@@ -193,11 +190,11 @@ def _from_norms(look: Look, norms: list[float]) -> list[Found]:
     """The parameters that have a NaN or infinity; else those beyond the limit."""
     rows = list(in_order_of_backward(list(zip(look.numbers, norms, strict=True))))
     bad = [Found(_kind_of(norm), number, None) for number, norm in rows if not math.isfinite(norm)]
-    return bad or [Found(Kind.BEYOND, number, None) for number, norm in rows if norm >= look.limit]
+    return bad or [Found(NonFiniteKind.BEYOND, number, None) for number, norm in rows if norm >= look.limit]
 
 
-def _kind_of(norm: float) -> Kind:
-    return Kind.NAN if math.isnan(norm) else Kind.INFINITE
+def _kind_of(norm: float) -> NonFiniteKind:
+    return NonFiniteKind.NAN if math.isnan(norm) else NonFiniteKind.INFINITE
 
 
 def _gradients(bucket: GradBucket) -> tuple[list[str], list[Tensor]]:
@@ -215,15 +212,10 @@ def in_order_of_backward(parts: Sequence[tuple[int, T]]) -> Iterable[tuple[int, 
     return reversed(parts) if numbers == sorted(numbers) else parts
 
 
-def on_host(t: Tensor) -> bool:
-    """Whether a value can be read without waiting for a device."""
-    return t.device.type == "cpu"
-
-
-def _kind(part: Tensor, element: int) -> Kind:
-    if part.is_sparse:
-        values = part._values()  # one of which is known to be bad; the worst kind is reported
-        return Kind.NAN if bool(values.isnan().any()) else Kind.INFINITE if bool(values.isinf().any()) else Kind.BEYOND
-    value = part.detach().reshape(-1)[element]
-    value = value.float() if value.dtype.is_floating_point and value.dtype.itemsize == 1 else value
-    return Kind.NAN if bool(value.isnan()) else Kind.INFINITE if bool(value.isinf()) else Kind.BEYOND
+def _kind(part: Tensor, element: int) -> NonFiniteKind:
+    # Of a sparse tensor, one value of which is known to be bad, the worst kind is reported.
+    values = part._values() if part.is_sparse else part.detach().reshape(-1)[element]
+    values = values.float() if values.dtype.is_floating_point and values.dtype.itemsize == 1 else values
+    if bool(values.isnan().any()):
+        return NonFiniteKind.NAN
+    return NonFiniteKind.INFINITE if bool(values.isinf().any()) else NonFiniteKind.BEYOND

@@ -4,25 +4,25 @@ Note [Where a reduction runs]
 On CUDA, if the group orders streams, it runs straight through in the caller's thread under a side stream: `wait` then does
 not block the host, so the whole hook is enqueued while backward continues. Elsewhere a hook of no collective is done at once; a
 hook of one is submitted at once and finished by its waiter; a hook of several runs on the group's lane, one bucket
-after another, so that all ranks submit their collectives in the same order whatever the timing. What the lane does on CUDA (gloo
-takes CUDA tensors and orders no streams) is on the side stream, behind what the caller had enqueued at launch.
+after another, so that all ranks submit their collectives in the same order. What the lane does on CUDA (gloo takes CUDA
+tensors and orders no streams) is on the side stream, behind what the caller had enqueued at launch.
 
 Note [Scopes]
-A reduction may yield collectives of the ranks of one host, or of one rank per host. A group that knows of hosts (`group.layout`)
-runs them in order with all others, and hooks see its hosts. For any other group all ranks are one host: collectives of the host
-involve all ranks, and those between hosts have no peers.
+A reduction may yield collectives of the ranks of one host, or of one rank per host. A group with a `layout` runs them in order with
+all others. For any other group all ranks are one host, so collectives between hosts have no peers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -57,24 +57,12 @@ class Finished:
         return self.value
 
 
-class Awaitable(Protocol):
-    """What is waited for between two steps of a reduction: a Work, or something that has completed."""
-
-    def wait(self) -> object:
-        """Return when it has completed."""
-
-
-class _Completed:
-    def wait(self) -> None:
-        """Returns at once."""
-
-
-def _on(group: Group, submit: Callable[[Collective], Work]) -> Callable[[Collective], Awaitable]:
-    """`submit` for collectives of any scope. See Note [Scopes]."""
+def _on(group: Group, submit: Callable[[Collective], Work]) -> Callable[[Collective], Any]:
+    """`submit` for collectives of any scope; what it returns can be waited for. See Note [Scopes]."""
     if group.layout is not None:
         return submit
 
-    def submit_in_scope(op: Collective) -> Awaitable:
+    def submit_in_scope(op: Collective) -> Any:
         if op.scope is Scope.WORLD:
             return submit(op)
         op.check(*((group.rank, group.size) if op.scope is Scope.INSIDE else (0, 1)))
@@ -82,7 +70,7 @@ def _on(group: Group, submit: Callable[[Collective], Work]) -> Callable[[Collect
         if op.scope is Scope.INSIDE:
             return submit(plain)
         perform([plain])
-        return _Completed()
+        return Finished(torch.empty(0))
 
     return submit_in_scope
 
@@ -113,8 +101,15 @@ def start_single(reduction: Reduction, group: Group, hook: CommHook) -> Pending:
     return _Single(reduction, group, repr(hook))
 
 
-def _run(reduction: Reduction, submit: Callable[[Collective], Awaitable]) -> Tensor:
+def _run(reduction: Reduction, submit: Callable[[Collective], Any]) -> Tensor:
     return pump(reduction, lambda op: submit(op).wait()).value
+
+
+def _refuse(hook: str, declared: str) -> Callable[[Collective], NoReturn]:
+    def refuse(op: Collective) -> NoReturn:
+        raise HookError(f"communication hook {hook} declares collectives = {declared} {op}.", hook=hook)
+
+    return refuse
 
 
 class Driver:
@@ -135,7 +130,7 @@ class Driver:
         if hook.collectives == 1:
             return start_single(reduction, self.group, hook)
         if hook.collectives == 0:
-            return _Done(reduction, repr(hook))
+            return Finished(_run(reduction, _refuse(repr(hook), "0 but yielded")))
         ordered = _Ordered(grad, self.side_stream(grad.device)) if grad.is_cuda else None
         return _OnLane(reduction, self.group, self._lane, turn, ordered)
 
@@ -151,7 +146,6 @@ class Driver:
         return _OnStream(value, event)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream of a device on which reductions run that do not block the host."""
         side = self._streams.get(device)
         if side is None:
             side = self._streams[device] = torch.cuda.Stream(device)
@@ -178,20 +172,6 @@ class Driver:
         self._finalizer()
 
 
-class _Done:
-    """Nothing had to be communicated."""
-
-    def __init__(self, reduction: Reduction, hook: str) -> None:
-        self._hook = hook
-        self._value = _run(reduction, self._refuse)
-
-    def wait(self) -> Tensor:
-        return self._value
-
-    def _refuse(self, op: Collective) -> Work:
-        raise HookError(f"communication hook {self._hook} declares collectives = 0 but yielded {op}.", hook=self._hook)
-
-
 class _Single:
     """One collective, submitted at once; what follows it runs in the waiter's thread."""
 
@@ -205,61 +185,44 @@ class _Single:
 
     def wait(self) -> Tensor:
         self._work.wait()
-        return _run(self._reduction, self._refuse)
-
-    def _refuse(self, op: Collective) -> Awaitable:
-        raise HookError(
-            f"communication hook {self._hook} declares collectives = 1 but yielded a second one, {op}.", hook=self._hook
-        )
+        return _run(self._reduction, _refuse(self._hook, "1 but yielded a second one,"))
 
 
 class _OnLane:
     """Several collectives, on the lane."""
 
-    def __init__(
-        self, reduction: Reduction, group: Group, lane: Worker, turn: Turn, ordered: _Ordered | None = None
-    ) -> None:
-        self._done = threading.Event()
-        self._value: Tensor | None = None
+    def __init__(self, reduction: Reduction, group: Group, lane: Worker, turn: Turn, ordered: _Ordered | None) -> None:
+        self._future: Future[Tensor] = Future()
         self._ordered = ordered
-        self._error: BaseException | None = None
-        self._group = group
+        self._timeout = (
+            10 * group.timeout
+        )  # collectives have deadlines of their own; this one is for a hook that computes forever
         self._turn = turn
-        self._started = time.perf_counter()
-
         place = writer.current_place()
 
         def job() -> None:
             try:
                 there = ordered.here() if ordered else contextlib.nullcontext()
                 with torch.no_grad(), there, writer.within(place):
-                    self._value = _run(reduction, _on(group, group.run))
+                    self._future.set_result(_run(reduction, _on(group, group.run)))
             except BaseException as error:
-                self._error = error
-            finally:
-                self._done.set()
+                self._future.set_exception(error)
 
         lane.put(job)
 
     def wait(self) -> Tensor:
-        # The steps have deadlines of their own; this one only guards against a hook that computes forever.
-        limit = 10 * self._group.timeout
-        if not self._done.wait(limit):
+        if not futures.wait([self._future], self._timeout).done:
             raise CollectiveTimeout(
-                f"reduction of {self._turn.spec} on rank {self._turn.rank}: the hook has not finished after "
-                f"{time.perf_counter() - self._started:.3g} s."
+                f"reduction of {self._turn.spec} on rank {self._turn.rank}: the hook has not finished after {self._timeout:.3g} s."
             )
-        if self._error is not None:
-            raise self._error
-        assert self._value is not None
-        return self._value if self._ordered is None else self._ordered.take(self._value)
+        value = self._future.result()
+        return value if self._ordered is None else self._ordered.take(value)
 
 
 class _Ordered:
     """Work of another thread between what this one has enqueued on a CUDA device and what it enqueues next.
 
-    A thread has a current device and a current stream of its own, which know nothing of the caller's. See Note [Where a
-    reduction runs].
+    See Note [Where a reduction runs].
     """
 
     def __init__(self, grad: Tensor, side: torch.cuda.Stream) -> None:
@@ -271,7 +234,6 @@ class _Ordered:
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
-        """In the other thread: on the side stream of the bucket's device, after the caller's work."""
         with torch.cuda.device(self._side.device), torch.cuda.stream(self._side):
             self._side.wait_event(self._ready)
             try:
@@ -280,7 +242,6 @@ class _Ordered:
                 self._done.record(self._side)
 
     def take(self, value: Tensor) -> Tensor:
-        """In the caller's thread again: the value, for whatever its stream does next."""
         stream = torch.cuda.current_stream(self._side.device)
         stream.wait_event(self._done)
         if value.is_cuda:

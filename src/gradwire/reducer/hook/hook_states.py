@@ -4,10 +4,8 @@ It does not know groups, models or backwards: the HookRunner owns one.
 
 Note [Whose state it is]
 A hook's state belongs to the rank that made it: a residual is what this rank has not sent. So a saved state contains its rank.
-The rank of the same number takes all of it, in a world of any size. Any other rank takes what the hook says all ranks share
-(`CommHook.shared`: DiLoCo's anchor, say) and begins with `init` for the rest. So a rank that is new loads rank 0's state, and a
-program that saves on rank 0 alone and loads everywhere does not hand one rank's residual to all. What a rank had not sent is
-lost with it, when a world shrinks.
+The rank of the same number takes all of it, in a world of any size. Any other rank takes what all ranks share
+(`CommHook.shared`: DiLoCo's anchor, say) and begins with `init` for the rest; so a new rank loads rank 0's state.
 
 Note [Another hook]
 States outlive settings. A hook whose state has the same structure (`CommHook.structure`: error feedback around whatever keeps
@@ -16,15 +14,13 @@ saved. When a hook of another structure is set, it begins with its own `init` at
 sent (`CommHook.owed`) are added to the next ones, so nothing is lost. Where a hook cannot tell what it owes, a warning says so.
 
 Note [A step that is dropped]
-A step that all ranks drop because a gradient is not finite has changed the states. Hooks do not keep NaN, but they would keep the
-finite rest of such a step, however large, and what they sent in it is lost. So where steps may be dropped, each state is copied
-before its reduction, and the copies take their place if the step is dropped.
+A step that all ranks drop because a gradient is not finite has changed the states, and what they sent in it is lost. So where steps
+may be dropped, each state is copied before its reduction, and the copies take their place if the step is dropped.
 """
 
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -83,18 +79,19 @@ class HookStates:
     def begin(self, spec: BucketSpec, gradient: Tensor) -> int:
         """The reduction of a bucket begins: the number of its step. What an earlier hook has not sent is added to `gradient`."""
         if self.can_roll_back:
-            self._copy(spec)
+            made = self._made.get(spec.index)
+            if made is not None and not isinstance(self.hook, OuterHook):  # whose states a backward does not change
+                made = made[0], copy.deepcopy(made[1])
+            owing = {name: self.owed[name] for name in spec.names if name in self.owed}
+            self._before[spec.index] = made, self._next_steps.get(spec.index), owing
         step = self._next_steps.get(spec.index, self._step)
         self._next_steps[spec.index] = step + 1
-        self.add_residual(spec, gradient)
+        if self.owed:
+            for name, offset, numel in zip(spec.names, spec.offsets, spec.numels, strict=True):
+                owed = self.owed.pop(name, None)
+                if owed is not None:
+                    gradient.narrow(0, offset, numel).add_(owed.to(gradient))
         return step
-
-    def _copy(self, spec: BucketSpec) -> None:
-        made = self._made.get(spec.index)
-        if made is not None and not isinstance(self.hook, OuterHook):  # whose states a backward does not change
-            made = made[0], copy.deepcopy(made[1])
-        owed = {name: self.owed[name] for name in spec.names if name in self.owed}
-        self._before[spec.index] = made, self._next_steps.get(spec.index), owed
 
     def roll_back(self) -> None:
         """The step is dropped: have what was there before it. All its reductions are over."""
@@ -109,7 +106,7 @@ class HookStates:
         self._before.clear()
 
     def commit(self) -> None:
-        """The step is kept: let go of the copies."""
+        """The step is kept: drop the copies."""
         self._before.clear()
 
     @property
@@ -145,15 +142,6 @@ class HookStates:
         for spec, state in self._made.values():
             parts.update(self.hook.save(state, spec))
         return parts
-
-    def add_residual(self, spec: BucketSpec, gradient: Tensor) -> None:
-        """Add what an earlier hook owed to this bucket's gradient, in place. It is owed no longer."""
-        if not self.owed:
-            return
-        for name, offset, numel in zip(spec.names, spec.offsets, spec.numels, strict=True):
-            owed = self.owed.pop(name, None)
-            if owed is not None:
-                gradient.narrow(0, offset, numel).add_(owed.to(gradient))
 
     def transfer_to(self, hook: CommHook, *, step: int) -> HookStates:
         """The states with which another hook takes the place of this one after `step` steps. See Note [Another hook]."""
@@ -193,16 +181,16 @@ def from_dict(saved: Mapping[str, Any], hook: CommHook, *, rank: int) -> HookSta
             f"{doing} for {hook!r}: this is not a hook state: it lacks {', '.join(missing)}. Pass what hook_state_dict() gave.",
             hook=repr(hook),
         )
-    if saved["version"] not in (1, VERSION):
+    if saved["version"] != VERSION:
         raise HookError(
-            f"{doing} for {hook!r}: the state has format {saved['version']}, and this gradwire reads formats 1 to {VERSION}. "
+            f"{doing} for {hook!r}: the state has format {saved['version']}, and this gradwire reads format {VERSION}. "
             "Load it with the gradwire that saved it.",
             hook=repr(hook),
         )
-    if not _fits(saved, hook):
+    if saved.get("structure") != hook.structure:
         raise HookError(
             f"{doing}: the state was saved under the hook {saved['hook']}, and the model now has {hook!r}, whose state is made up "
-            f"otherwise ({saved.get('structure', saved['hook'])!r}, not {hook.structure!r}). Settings may differ, hooks may not: "
+            f"otherwise ({saved.get('structure')!r}, not {hook.structure!r}). Settings may differ, hooks may not: "
             "set the hook under which it was saved, load, and then set the other; or start without it.",
             hook=repr(hook),
         )
@@ -214,15 +202,3 @@ def from_dict(saved: Mapping[str, Any], hook: CommHook, *, rank: int) -> HookSta
 
 def _by_plain_name(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {plain_name(name): copy.deepcopy(part) for name, part in parts.items()}
-
-
-def _fits(saved: Mapping[str, Any], hook: CommHook) -> bool:
-    """Whether `hook` can load the state. Format 1 had no structure but the hook's repr, whose names are compared."""
-    if saved["version"] != 1:
-        return bool(saved.get("structure") == hook.structure)
-    return _names(saved["hook"]) == _names(repr(hook))
-
-
-def _names(text: str) -> list[str]:
-    found: list[str] = re.findall(r"(\w+)\(", text)
-    return found

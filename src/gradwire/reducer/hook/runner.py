@@ -29,10 +29,10 @@ from gradwire.policies import ScaleCheck
 from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
 from gradwire.reducer.checks.scale_check import ScaleChecked
 from gradwire.reducer.hook.driver import Driver, Pending, gradient_reduction, run
-from gradwire.reducer.hook.hook_agreement import load_together
 from gradwire.reducer.hook.hook_states import HookStates, from_dict, to_dict
 from gradwire.reducer.hook.outer_optimizer import OuterOptimizer
 from gradwire.reducer.hook.torch_hooks import TorchHook, TorchHookRun
+from gradwire.reducer.rank_agreement import load_together
 
 _NO_STATE = mean()
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.autograd.backward_errors import before_backward
+from gradwire.autograd.backward_errors import BEGINS, around_backward
 from gradwire.autograd.grad_hooks import has_foreign_hooks
 from gradwire.autograd.graph import sole_edges
 from gradwire.events import Handle
@@ -51,7 +51,7 @@ class CompiledGradients:
     def enable(self, begins: Callable[[Any], Callable[[], object] | None]) -> None:
         """Call the bound method `begins` before every backward from now on."""
         if self._handle is None:
-            self._handle = before_backward(begins)
+            self._handle = around_backward(BEGINS, begins)
 
     def expect(self, tensors: Any) -> Callable[[], object] | None:
         """A backward from `tensors` begins, whose gradients may be taken. Returns what to call at its end."""
