@@ -105,11 +105,9 @@ class GradHooks:
         return taken
 
     def waiting(self) -> frozenset[int]:
-        """What `pop` would return, without any change."""
         return frozenset(self._arrived[:])
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes = [], []

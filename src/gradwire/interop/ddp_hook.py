@@ -35,11 +35,11 @@ from gradwire.recorder.format import RecordKind
 from gradwire.reducer.buckets.layout import ParameterSpec, plain_name
 from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
 from gradwire.reducer.checks.nonfinite import NonFiniteChecked
+from gradwire.reducer.checks.nonfinite_report import StepRejected, StepSkipped
 from gradwire.reducer.hook.driver import Finished, Pending
 from gradwire.reducer.hook.outer_optimizer import cut
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.model_events import ModelEvents
-from gradwire.reducer.reductions import StepRejected, StepSkipped
 
 
 def as_torch_hook(
@@ -124,7 +124,7 @@ class TorchDdpHook:
         self._device = device = spec.device
         runner = self._communicate(state)
         if spec.index == 0:  # torch launches its buckets in index order
-            runner.next_step()
+            runner.states.next_step()
         ours = GradBucket(spec, buffer, bucket.parameters(), is_last=False)  # which gradwire hooks do not see
         events, step = self._events or ModelEvents(runner.group), runner.step
         events.bucket(RecordKind.BUCKET_FULL, spec, step)

@@ -67,7 +67,7 @@ class FsdpHook:
     def reduced(self, flat: Tensor) -> Tensor:
         """The average of `flat` over the group; `flat` may be written to."""
         self._device = flat.device
-        self._runner.next_step()
+        self._runner.states.next_step()
         # On CUDA this runs on FSDP's own stream, which the wait for each collective orders.
         runner, spec = self._runner, self._spec(flat)
         events, step = self._events, runner.step

@@ -19,10 +19,16 @@ from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.policies import NonFinite, check_policies
-from gradwire.reducer.checks.nonfinite_report import NonFiniteHandler, NonFiniteReport, RankFindings, any_rank, exchange
+from gradwire.reducer.checks.nonfinite_report import (
+    NonFiniteHandler,
+    NonFiniteReport,
+    RankFindings,
+    StepSkipped,
+    any_rank,
+    exchange,
+)
 from gradwire.reducer.checks.nonfinite_search import Found, Look, Search, examine, narrowest
 from gradwire.reducer.hook.runner import HookRunner
-from gradwire.reducer.reductions import StepSkipped
 
 IN_A_SHARD = (
     "It is in that rank's shard, which holds the sum of all ranks that it shards with: look at the batches, losses and "

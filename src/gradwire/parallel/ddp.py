@@ -6,6 +6,7 @@ Methods that only torch's own code calls are in `torch_surface.py`, those that c
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,13 +25,12 @@ from gradwire.interop.default_group import default_process_group, is_default, me
 from gradwire.parallel.hook_controls import HookControls
 from gradwire.parallel.join import UnevenInputs
 from gradwire.parallel.logging_data import Logger
-from gradwire.parallel.manual_finalize import ManualFinalization
 from gradwire.parallel.mixed_precision import MixedPrecision
 from gradwire.parallel.replica import Replica, ReplicaPolicies
-from gradwire.parallel.torch_arguments import Delayed, Flags, check_devices, move_to
-from gradwire.parallel.torch_surface import BufferHook, ReducerCompat, TorchSurface
+from gradwire.parallel.torch_arguments import Delayed, buckets_policy, buffers_policy, check_devices, move_to
+from gradwire.parallel.torch_surface import BufferHook, ManualFinalization, ReducerCompat, TorchSurface
 from gradwire.parallel.trainable import check_module
-from gradwire.policies import NonFinite
+from gradwire.policies import Buffers, Gradients, Graph, MiB, NonFinite
 from gradwire.recorder.format import RecordKind
 from gradwire.reducer.hook.torch_hooks import check_torch_hook
 from gradwire.runtime.dynamo import set_eval_frame, untraced_call, untraced_frame
@@ -78,19 +78,21 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
         super().__init__()
         Joinable.__init__(self)
         check_module("DistributedDataParallel", module)
-        self._flags = Flags(
-            find_unused=find_unused_parameters,
-            static=static_graph,
-            views=gradient_as_bucket_view,
-            broadcast_buffers=broadcast_buffers,
-            forward_sync_buffers=forward_sync_buffers,
-            cap_mb=bucket_cap_mb,
-            cap_mb_list=tuple(bucket_cap_mb_list or ()),
-            skip_unused=skip_all_reduce_unused_params,
-            lazy_buckets=lazy_bucket_allocation,
-            check_reduction=check_reduction,
+        if check_reduction:
+            warnings.warn("`check_reduction` is deprecated and does nothing.", FutureWarning, stacklevel=2)
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.lazy_bucket_allocation = lazy_bucket_allocation
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self._buffers_policy = buffers_policy(broadcast_buffers, forward_sync_buffers)
+        self.forward_sync_buffers = self._buffers_policy is Buffers.EVERY_FORWARD
+        self._buckets_policy = buckets_policy(bucket_cap_mb, bucket_cap_mb_list, lazy=lazy_bucket_allocation)
+        self.bucket_bytes_cap_list = [int(mb * MiB) for mb in bucket_cap_mb_list or ()]
+        self.bucket_bytes_cap = max(
+            self.bucket_bytes_cap_list, default=int((25 if bucket_cap_mb is None else bucket_cap_mb) * MiB)
         )
-        self._set_flags(self._flags)
+        self.require_backward_grad_sync = True
         self._set_group(process_group, device_mesh)
         self.module = module
         self.dim = dim
@@ -128,17 +130,20 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
         self.logger: Logger | None = None
         if self._delayed is not None and self._delayed.covers(self.module, self.parameters_to_ignore):
             return
+        graph = Graph.FIND_UNUSED if self.find_unused_parameters else Graph.ALL_USED
+        if self.static_graph:  # takes precedence over searching, as in torch
+            graph = Graph.STATIC
         self.replica = Replica(
             self.module,
             self.group,
             hook=None if self._mixed is None else self._mixed.hook(),
             policies=ReplicaPolicies(
-                buckets=self._flags.buckets,
-                graph=self._flags.graph,
-                gradients=self._flags.gradients,
-                buffers=self._flags.buffers,
+                buckets=self._buckets_policy,
+                graph=graph,
+                gradients=Gradients.VIEWS if self.gradient_as_bucket_view else Gradients.COPIES,
+                buffers=self._buffers_policy,
                 ignore=self.parameters_to_ignore,
-                skip_unused=self._flags.skip_unused,
+                skip_unused=self.skip_all_reduce_unused_params,
                 nonfinite=self.nonfinite,
             ),
             sync_at_start=init_sync,
@@ -276,7 +281,6 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
             hook.run(self.replica)
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether this forward makes buffers equal."""
         return self.replica.sync_buffers_next and self.forward_sync_buffers and bool(self.replica.state.named_buffers())
 
     @contextmanager

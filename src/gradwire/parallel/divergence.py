@@ -313,7 +313,6 @@ def digest(t: Tensor) -> Tensor:
 
 
 def digests(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The digest of each tensor, on `device`."""
     if not tensors:
         return torch.empty(0, dtype=torch.int64, device=device)
     return torch.stack([digest(t).to(device) for t in tensors])

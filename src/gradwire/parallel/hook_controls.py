@@ -4,42 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from gradwire.errors import HookError
 from gradwire.hooks.base import CommHook, Trait
 from gradwire.hooks.periodic.base import check_outer
-from gradwire.parallel.recovery import Recovery
-from gradwire.reducer import Reducer
 from gradwire.reducer.buckets.layout import plain_name
-from gradwire.reducer.checks.nonfinite import NonFiniteChecked
-from gradwire.reducer.hook.runner import HookRunner
-from gradwire.reducer.hook.torch_hooks import TorchHook
 from gradwire.reducer.rank_agreement import odd_ones_out
 from gradwire.runtime.threads import weakly
-
-
-class Controlled(Protocol):
-    """What the controls need of a Replica."""
-
-    runner: HookRunner
-    reducer: Reducer
-    recovery: Recovery
-    checks: NonFiniteChecked | None
-
-    def use_hook(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
-        """Use this hook on this rank."""
 
 
 class HookControls:
     """Methods that control the communication hook of `replica`."""
 
     @property
-    def _controlled(self) -> Controlled:
-        replica: Controlled = self.replica  # type: ignore[attr-defined]  # a Replica, which has these methods itself
-        return replica
+    def _controlled(self) -> Any:
+        return self.replica  # type: ignore[attr-defined]  # a Replica, which has these methods itself
 
     def set_hook(self, hook: CommHook) -> None:
         """Use another hook from the next step on. Every rank must call it, between the same steps, with an equal hook.
@@ -70,7 +52,9 @@ class HookControls:
         """
         self._check_own_hook("hook_state_dict")
         replica = self._controlled
-        return replica.runner.state_dict(order=list(replica.reducer.status.order))
+        order = replica.reducer.order.names(replica.reducer.layout)
+        state: dict[str, Any] = replica.runner.state_dict(order=order)
+        return state
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore a state that `hook_state_dict` returned. Every rank calls it, between steps, with a hook of the same structure.
@@ -83,10 +67,10 @@ class HookControls:
         replica = self._between_steps("load_hook_state_dict()")
         reducer = replica.reducer
         replica.runner.load_state_dict(saved, device=reducer.device, specs=reducer.layout.buckets)
-        if not reducer.status.learning:
+        if not reducer.used.learning:
             reducer.order.expect([plain_name(name) for name in saved.get("order", ())])
 
-    def _between_steps(self, doing: str) -> Controlled:
+    def _between_steps(self, doing: str) -> Any:
         """The replica, after recovery from a failed step; raises during backward."""
         replica = self._controlled
         self._check_between_steps(doing)
@@ -96,7 +80,7 @@ class HookControls:
         return replica
 
     def _check_between_steps(self, doing: str) -> None:
-        if self._controlled.reducer.status.in_backward:
+        if self._controlled.reducer.machine.in_backward:
             raise HookError(f"{doing} during backward. Call it between steps.")
 
     def _check_own_hook(self, doing: str) -> None:
@@ -136,13 +120,13 @@ class HookControls:
     def reads_late(self) -> bool:
         """Whether the check of the last step was left to the device, so that the next backward, or `finish_checks`, reports it."""
         checks = self._controlled.checks
-        return checks is not None and checks.late
+        return checks is not None and bool(checks.late)
 
     @property
     def skipped_steps(self) -> int:
         """How many steps `NonFinite.SKIP` has skipped so far; where results are read late, without the last step."""
         checks = self._controlled.checks
-        return 0 if checks is None else checks.skipped
+        return 0 if checks is None else int(checks.skipped)
 
     def step_failed(self, error: BaseException) -> None:
         """Fail the step on all ranks because of an exception between forward and backward, which gradwire cannot see.

@@ -54,7 +54,7 @@ class UnevenInputs(JoinHook):
         self._own_join = False
         ddp = self._ddp()
         if ddp is not None and ddp.logger is not None:
-            ddp.logger.joins_uneven_inputs()
+            ddp.logger.fixed["join_uneven_inputs"] = 1
         return self
 
     def before_forward(self, model: Joinable) -> None:
@@ -102,7 +102,6 @@ class UnevenInputs(JoinHook):
         return answer, self._replica.group.submit(all_reduce(answer, op=op, label="uneven inputs"))
 
     def ask(self, value: float, op: ReduceOp = ReduceOp.SUM) -> float:
-        """The sum, or another reduction, of `value` over all ranks."""
         answer, work = self._submit(value, op)
         work.wait()
         return answer.item()

@@ -54,9 +54,10 @@ class Logger:
         self._now: dict[str, float] = {}
         self._listening: Handle | None = None
         self._replica = ddp.replica
-        self._fixed = _construction_data(ddp)
+        self.fixed = _construction_data(ddp)
+        """What does not change from step to step."""
         self._comm_hooks = ddp._comm_hooks
-        self._error: str | None = None
+        self.error: str | None = None
 
     def forward_begins(self) -> None:
         """Listen to the reducer during sampled steps only."""
@@ -75,67 +76,55 @@ class Logger:
 
     def _listen(self, event: Event) -> None:
         now = self._now
-        if isinstance(event, BackwardEnded):
-            now["computed"] = event.time
-        elif isinstance(event, BucketLaunched):
-            now.setdefault("first launch", event.time)
-        elif isinstance(event, BucketReduced):
-            now["reduced"] = event.time
-        elif isinstance(event, StepEnded) and "forward" in now:
+        if isinstance(event, BucketLaunched):
+            now.setdefault("launched", event.time)
+        elif isinstance(event, BackwardEnded | BucketReduced):
+            now["computed" if isinstance(event, BackwardEnded) else "reduced"] = event.time
+        elif "forward" in now:
             self._close()
 
     def _close(self) -> None:
         now = self._now
         begin = now.get("backward", now["forward"])
-        computed, launched = now.get("computed", begin), now.get("first launch", begin)
+        computed, launched = now.get("computed", begin), now.get("launched", begin)
         reduced = now.get("reduced", computed)
-        times = {
-            "forward_compute_time": begin - now["forward"],
-            "backward_compute_time": computed - begin,
-            "backward_comm_time": reduced - launched,
-            "backward_compute_comm_overlap_time": max(0.0, min(computed, reduced) - launched),
+        spans = {
+            "forward_compute_time": (now["forward"], begin),
+            "backward_compute_time": (begin, computed),
+            "backward_comm_time": (launched, reduced),
         }
         self._samples += 1
-        for name, seconds in times.items():
-            ns = max(1, int(seconds * 1e9)) if "overlap" not in name else int(seconds * 1e9)
-            self._last[name] = ns
-            self._totals[name] = self._totals.get(name, 0) + ns
-        self._last["forward_compute_time_start"] = int(now["forward"] * 1e9)
-        self._last["backward_compute_time_start"] = int(begin * 1e9)
-        self._last["backward_compute_time_end"] = int(computed * 1e9)
-        self._last["backward_comm_time_start"] = int(launched * 1e9)
-        self._last["backward_comm_time_end"] = int(reduced * 1e9)
-        self._last["iteration"] = self._iteration
-
-    def joins_uneven_inputs(self) -> None:
-        """The model trains with uneven inputs."""
-        self._fixed["join_uneven_inputs"] = 1
-
-    def set_error_and_log(self, error: str) -> None:
-        """Record an error in the logging data."""
-        self._error = error
+        self._last = {"iteration": self._iteration}
+        for name, (start, end) in spans.items():
+            self._last |= {f"{name}_start": int(start * 1e9), f"{name}_end": int(end * 1e9)}
+            self._last[name] = max(1, int((end - start) * 1e9))
+        overlap = max(0.0, min(computed, reduced) - launched)
+        self._last["backward_compute_comm_overlap_time"] = int(overlap * 1e9)
+        for name in (*spans, "backward_compute_comm_overlap_time"):
+            self._totals[name] = self._totals.get(name, 0) + self._last[name]
 
     def data(self) -> dict[str, Any]:
         """The current logging data."""
-        status = self._replica.reducer.status
+        reducer = self._replica.reducer
+        order, layout = reducer.order, reducer.layout
         averages = {f"avg_{name}": total // self._samples for name, total in self._totals.items()}
-        data = {**self._fixed, **self._last, **averages}
-        error = self._error or status.last_error
+        data = {**self.fixed, **self._last, **averages}
+        error = self.error or reducer.iterations.last_error
         if error is not None:
             data |= {"has_error": 1, "error": error}
         if self._comm_hooks:
             data["comm_hook"] = _hook_name(*self._comm_hooks[0])
         data["static_graph"] = int(self._replica.graph is Graph.STATIC)
-        data["has_rebuilt_buckets"] = int(status.rebuilt)
-        data["num_buckets_reduced"] = status.buckets_reduced
-        data["can_set_static_graph"] = status.graph_seems_static
-        if status.unused_nbytes:
-            data["unused_parameter_size"] = status.unused_nbytes
-        if status.rebuilt:
-            data["rebuilt_bucket_sizes"] = _sizes(status.layout)
-            data["rebuilt_per_bucket_param_indices"] = ", ".join(" ".join(map(str, m)) for m in status.layout.members)
-        if status.last_arrival:
-            data["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, status.last_arrival))
+        data["has_rebuilt_buckets"] = int(order.rebuilt)
+        data["num_buckets_reduced"] = reducer.reductions.number
+        data["can_set_static_graph"] = order.graph_seems_static
+        if reducer.steps and (unused := order.unused_nbytes()):
+            data["unused_parameter_size"] = unused
+        if order.rebuilt:
+            data["rebuilt_bucket_sizes"] = _sizes(layout)
+            data["rebuilt_per_bucket_param_indices"] = ", ".join(" ".join(map(str, m)) for m in layout.members)
+        if order.last_arrival:
+            data["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, order.last_arrival))
         return data
 
 

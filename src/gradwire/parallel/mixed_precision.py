@@ -57,7 +57,6 @@ class MixedPrecision:
                 )
 
     def hook(self) -> CommHook:
-        """The mean in `reduce_dtype`, by default `param_dtype`."""
         dtype = self.reduce_dtype or self.param_dtype
         return mean() if dtype is None else chain(cast(dtype), mean())
 

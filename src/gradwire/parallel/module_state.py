@@ -43,7 +43,6 @@ class ModuleState:
 
     @property
     def module(self) -> nn.Module:
-        """The replicated module."""
         module = self._module()
         if module is None:
             raise UsageError("the replicated module is gone. Keep a reference to it.")

@@ -43,7 +43,7 @@ from gradwire.policies import (
     default_checks,
 )
 from gradwire.recorder.format import RecordKind
-from gradwire.reducer import BucketLayout, Reducer, ReducerOptions
+from gradwire.reducer import BucketLayout, Reducer
 from gradwire.reducer.buckets.layout import ParameterSpec, by_size
 from gradwire.reducer.checks.nonfinite import NonFiniteChecked, NonFiniteWatch
 from gradwire.reducer.hook.runner import HookRunner
@@ -102,7 +102,7 @@ class Replica(HookControls):
         self.sync = True
         self.sync_buffers_next = True
         self.sink_clones = True
-        self._buckets = policies.buckets
+        self._policies = policies
         self.names, self.parameters, specs = trainable_parameters(module, frozenset(policies.ignore))
         self.state = ModuleState(module, group, buffers=policies.buffers, ignore=policies.ignore)
         check_engine_thread(group, self.parameters)
@@ -113,20 +113,17 @@ class Replica(HookControls):
         layout = self._first_layout(hook, specs)
         self.runner = HookRunner(hook, group, zip(self.names, self.parameters, strict=True))
         self.runner.scale_check = policies.scale_check
-        self._policies = policies
         self.checks = self._make_checks(specs)
         self.reducer = Reducer(
             self.parameters,
             layout,
             group=group,
             runner=self.checks or self.runner,
-            options=ReducerOptions(
-                keep_views=policies.gradients is Gradients.VIEWS,
-                lazy_buckets=self._buckets.memory is BucketMemory.DURING_BACKWARD,
-                track_unused=self.graph is Graph.FIND_UNUSED,
-                skip_unused=policies.skip_unused,
-                rebuild_limits=None if self.graph is Graph.FIND_UNUSED else self._buckets.limits,
-            ),
+            keep_views=policies.gradients is Gradients.VIEWS,
+            lazy_buckets=policies.buckets.memory is BucketMemory.DURING_BACKWARD,
+            track_unused=self.graph is Graph.FIND_UNUSED,
+            skip_unused=policies.skip_unused,
+            rebuild_limits=None if self.graph is Graph.FIND_UNUSED else policies.buckets.limits,
         )
         self._watch_nonfinite(specs)
         self.divergence = DivergenceSchedule(default_checks().check_divergence)
@@ -152,8 +149,9 @@ class Replica(HookControls):
 
     def _first_layout(self, hook: CommHook, specs: list[ParameterSpec]) -> BucketLayout:
         """Buckets before any backward has shown the order: gradients are assumed to become ready from the last to the first."""
-        known = self._buckets.from_start or self.graph is Graph.FIND_UNUSED
-        limits = self._buckets.limits if known else (_UNLIMITED,)
+        buckets = self._policies.buckets
+        known = buckets.from_start or self.graph is Graph.FIND_UNUSED
+        limits = buckets.limits if known else (_UNLIMITED,)
         layout = BucketLayout.make(specs, by_size(specs, limits)[::-1])
         for spec in layout.buckets:
             hook.check(spec)
@@ -190,12 +188,10 @@ class Replica(HookControls):
 
     @property
     def hook(self) -> CommHook:
-        """The gradwire hook, unless a torch-style hook has been registered."""
         return self.runner.hook
 
     @property
     def weight(self) -> float:
-        """The weight of this rank's gradient under `hooks.weighted_mean()`."""
         return self.runner.weight
 
     @weight.setter
@@ -306,17 +302,10 @@ class Replica(HookControls):
     # -- between steps ---------------------------------------------------------------------------------------------------
 
     def become_static(self) -> None:
-        """The graph will not change from now on: record it in the next step."""
         self.graph = Graph.STATIC
         self.reducer.used.track = False
-        self.reducer.order.limits = self._buckets.limits
+        self.reducer.order.limits = self._policies.buckets.limits
         self.reducer.learn_static_graph()
-
-    def check_finished(self) -> None:
-        """Raise if the last backward did not reduce every bucket."""
-        self.reducer.catch_up()
-        if self.reducer.machine.state in (State.RUNNING, State.LAUNCHED):
-            raise self.reducer.machine.unfinished()
 
     def move_to_group(self, group: Group) -> None:
         """Continue with another group. Every rank of the new group calls it, between steps."""

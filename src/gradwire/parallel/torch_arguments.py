@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,76 +16,32 @@ from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.trainable import refuse_meta_tensors
-from gradwire.policies import BucketMemory, Buckets, Buffers, Gradients, Graph, MiB
+from gradwire.policies import BucketMemory, Buckets, Buffers, MiB
 from gradwire.runtime.threads import weakly
 
 
-@dataclass(frozen=True, slots=True)
-class Flags:
-    """The arguments of torch's constructor that control reduction."""
-
-    find_unused: bool = False
-    static: bool = False
-    views: bool = False
-    broadcast_buffers: bool | None = None
-    forward_sync_buffers: bool | None = None
-    cap_mb: float | None = None
-    cap_mb_list: tuple[float, ...] = ()
-    skip_unused: bool = False
-    lazy_buckets: bool = False
-    check_reduction: bool = False
-
-    def __post_init__(self) -> None:
-        if self.check_reduction:
-            warnings.warn("`check_reduction` is deprecated and does nothing.", FutureWarning, stacklevel=4)
-        if self.broadcast_buffers is None:
-            return
-        if self.forward_sync_buffers is not None:
+def buffers_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> Buffers:
+    """The old flag also controls the synchronization at start, the new one does not."""
+    if broadcast_buffers is not None:
+        text = (
+            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers`, which keeps the synchronization at start."
+        )
+        if forward_sync_buffers is not None:
             text = "`broadcast_buffers` is deprecated, and ignored because `forward_sync_buffers` is given too."
-        else:
-            text = "`broadcast_buffers` is deprecated. Use `forward_sync_buffers`, which keeps the synchronization at start."
-        warnings.warn(text, FutureWarning, stacklevel=4)
+        warnings.warn(text, FutureWarning, stacklevel=3)
+    if forward_sync_buffers is not None:
+        return Buffers.EVERY_FORWARD if forward_sync_buffers else Buffers.AT_START
+    return Buffers.NEVER if broadcast_buffers is False else Buffers.EVERY_FORWARD
 
-    @property
-    def graph(self) -> Graph:
-        """Static takes precedence over searching, as in torch."""
-        if self.static:
-            return Graph.STATIC
-        return Graph.FIND_UNUSED if self.find_unused else Graph.ALL_USED
 
-    @property
-    def gradients(self) -> Gradients:
-        """Where `.grad` lives."""
-        return Gradients.VIEWS if self.views else Gradients.COPIES
-
-    @property
-    def buffers(self) -> Buffers:
-        """The old flag also controls the synchronization at start, the new one does not."""
-        if self.forward_sync_buffers is not None:
-            return Buffers.EVERY_FORWARD if self.forward_sync_buffers else Buffers.AT_START
-        return Buffers.NEVER if self.broadcast_buffers is False else Buffers.EVERY_FORWARD
-
-    @property
-    def bytes_cap_list(self) -> tuple[int, ...]:
-        """Caps of single buckets, in bytes."""
-        return tuple(int(mb * MiB) for mb in self.cap_mb_list)
-
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """The largest bucket, in bytes."""
-        if self.cap_mb_list:
-            return max(self.bytes_cap_list)
-        return int((25 if self.cap_mb is None else self.cap_mb) * MiB)
-
-    @property
-    def buckets(self) -> Buckets:
-        """The first bucket is small only if the user did not choose a size."""
-        memory = BucketMemory.DURING_BACKWARD if self.lazy_buckets else BucketMemory.KEPT
-        if self.cap_mb_list:
-            return Buckets(self.bytes_cap_list, from_start=True, memory=memory)
-        if self.cap_mb is None:
-            return Buckets(memory=memory)
-        return Buckets((max(1, self.bucket_bytes_cap),), memory=memory)
+def buckets_policy(cap_mb: float | None, cap_mb_list: Sequence[float] | None, *, lazy: bool = False) -> Buckets:
+    """The first bucket is small only if the user did not choose a size."""
+    memory = BucketMemory.DURING_BACKWARD if lazy else BucketMemory.KEPT
+    if cap_mb_list:
+        return Buckets(tuple(int(mb * MiB) for mb in cap_mb_list), from_start=True, memory=memory)
+    if cap_mb is None:
+        return Buckets(memory=memory)
+    return Buckets((max(1, int(cap_mb * MiB)),), memory=memory)
 
 
 def check_devices(
@@ -117,9 +72,7 @@ def check_devices(
 
 
 def _index(device: Any) -> int:
-    if isinstance(device, int):
-        return device
-    return torch.device(device).index or 0
+    return device if isinstance(device, int) else torch.device(device).index or 0
 
 
 def move_to(inputs: Any, kwargs: Any, device: torch.device) -> tuple[Any, Any]:
@@ -163,7 +116,6 @@ class Delayed:
         return cls(ddp.group, named, trigger)
 
     def covers(self, module: nn.Module, ignore: Collection[str]) -> bool:
-        """Whether no parameter is left for buckets."""
         return all(name in ignore for name, p in module.named_parameters() if p.requires_grad)
 
     def _launch(self) -> None:

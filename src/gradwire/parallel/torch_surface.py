@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel.scatter_gather import gather as gather_outputs
-from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from gradwire.collectives import ReduceOp, all_reduce
-from gradwire.errors import OverlapNotSupported, TrainingAlreadyStarted, UsageError, UsageTypeError
+from gradwire.errors import NotFinalizable, OverlapNotSupported, TrainingAlreadyStarted, UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.dense import cast, chain, mean
@@ -24,8 +22,7 @@ from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.join import UnevenInputs
 from gradwire.parallel.logging_data import Logger
 from gradwire.parallel.replica import Replica
-from gradwire.parallel.torch_arguments import Flags, move_to
-from gradwire.policies import Buffers
+from gradwire.reducer.machine import State
 
 
 class TorchSurface:
@@ -37,27 +34,17 @@ class TorchSurface:
     replica: Replica
     reducer: ReducerCompat
     logger: Logger | None
-    dim: int
     device: torch.device
-    device_type: str
+    find_unused_parameters: bool
+    static_graph: bool
+    gradient_as_bucket_view: bool
+    forward_sync_buffers: bool
+    broadcast_bucket_size = 250 * 2**20
     parameters_to_ignore: set[str]
     register_comm_hook: Callable[..., None]
     _uneven: UnevenInputs
     _set_group: Callable[[Any, Any], None]
     _active_ddp_module: Any = None
-
-    def _set_flags(self, flags: Flags) -> None:
-        """Keep the constructor's arguments under torch's names."""
-        self.find_unused_parameters = flags.find_unused
-        self.static_graph = flags.static
-        self.gradient_as_bucket_view = flags.views
-        self.lazy_bucket_allocation = flags.lazy_buckets
-        self.skip_all_reduce_unused_params = flags.skip_unused
-        self.forward_sync_buffers = flags.buffers is Buffers.EVERY_FORWARD
-        self.bucket_bytes_cap = flags.bucket_bytes_cap
-        self.bucket_bytes_cap_list = list(flags.bytes_cap_list)
-        self.broadcast_bucket_size = 250 * 2**20
-        self.require_backward_grad_sync = True
 
     @property
     def _module_parameters(self) -> list[nn.Parameter]:
@@ -65,10 +52,9 @@ class TorchSurface:
 
     def _log(self, error: Exception) -> None:
         if self.logger is not None:
-            self.logger.set_error_and_log(f"{type(error).__name__}: {error}")
+            self.logger.error = f"{type(error).__name__}: {error}"
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Replace torch's two built-in hooks by our own."""
         builtin = {"ALLREDUCE": mean(), "FP16_COMPRESS": chain(cast(torch.float16), mean())}
         name = str(comm_hook_type).rpartition(".")[2]
         if name not in builtin:
@@ -76,11 +62,9 @@ class TorchSurface:
         self.register_comm_hook(comm_hook_type, builtin[name])
 
     def _register_buffer_comm_hook(self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:
-        """Synchronize buffers with `hook(state, {name: buffer})` instead of a broadcast from rank 0."""
         self.buffer_hook = BufferHook(hook, state, comm_hook_location)
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        """Run a functional form of `optim` on each parameter right after its reduction."""
         from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
 
         overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
@@ -119,7 +103,6 @@ class TorchSurface:
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether buffers are made equal before every forward."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -136,39 +119,17 @@ class TorchSurface:
         self.replica.sync_buffers_next = value
 
     @property
-    def modules_buffers(self) -> list[Tensor]:
-        return list(self.replica.state.named_buffers().values())
-
-    @property
-    def named_module_buffers(self) -> dict[str, Tensor]:
-        return self.replica.state.named_buffers()
-
-    @property
-    def _distributed_rank(self) -> int:
-        return self.group.rank
-
-    @property
     def _has_rebuilt_buckets(self) -> bool:
-        return self.replica.reducer.status.rebuilt
+        return self.replica.reducer.order.rebuilt
 
     @property
     def _authoritative_rank(self) -> int:
         return self._uneven.authoritative_rank
 
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        moved, moved_kwargs = move_to(inputs, kwargs, torch.device(self.device_type, device_id))
-        return (moved,), (moved_kwargs,)
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        return gather_outputs(outputs, output_device, dim=self.dim)
-
     def _default_broadcast_coalesced(
         self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
-        tensors = self.modules_buffers if bufs is None else bufs
+        tensors = list(self.replica.state.named_buffers().values()) if bufs is None else bufs
         size = self.broadcast_bucket_size if bucket_size is None else bucket_size
         broadcast_coalesced(self.group, tensors, buffer_size=size, src=authoritative_rank)
 
@@ -196,7 +157,6 @@ class TorchSurface:
         self.logger.sample_rate = sample_rate
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """What the model was built with and how its steps went, under torch's names."""
         assert self.logger is not None
         return self.logger.data()
 
@@ -204,7 +164,10 @@ class TorchSurface:
         self.replica.detach()
 
     def _check_reducer_finalized(self) -> None:
-        self.replica.check_finished()
+        reducer = self.replica.reducer
+        reducer.catch_up()
+        if reducer.machine.in_backward:
+            raise reducer.machine.unfinished()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         self.replica.sink_clones = val
@@ -237,7 +200,99 @@ class TorchSurface:
         return list(self.replica.parameters), [s.sparse for s in specs]
 
     def _build_debug_param_to_name_mapping(self, parameters: Any) -> dict[int, str]:
-        return _names_of(self.module, parameters, self.parameters_to_ignore)
+        """The name of each of `parameters` by its index. A parameter with two names gets the last."""
+        place = {id(p): i for i, p in enumerate(parameters)}
+        names: dict[int, str] = {}
+        for prefix, owner in self.module.named_modules():
+            for name, parameter in owner.named_parameters(recurse=False):
+                full = f"{prefix}.{name}"
+                if full in self.parameters_to_ignore or not parameter.requires_grad:
+                    continue
+                if id(parameter) not in place:
+                    raise UsageError(
+                        f"Param with name {full} found in module parameters, but not DDP parameters. It was added after the "
+                        "model was replicated; replicate it again."
+                    )
+                names[place[id(parameter)]] = full
+        if len(names) != len(place):
+            raise UsageError(
+                "Expected param to name mapping to cover all parameters, but got conflicting lengths: "
+                f"{len(place)} vs {len(names)}. Parameters were removed from the module after it was replicated."
+            )
+        return names
+
+
+class ManualFinalization:
+    """The caller, not the end of backward, waits for the reductions (torch 2.15's DDP).
+
+    Whatever runs between the last gradient and `finalize_backward()` overlaps with the communication of the last buckets.
+    """
+
+    replica: Replica
+    logger: Any
+    mixed_precision: Any
+    require_backward_grad_sync: bool
+    _manual = False
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether every synchronized backward has to be followed by `finalize_backward()`. Set it between steps."""
+        return self._manual
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        doing = f"require_manual_backward_finalization = {required}"
+        if self.logger is None:
+            if required:
+                raise NotFinalizable(
+                    f"{doing}: all parameters are in delay_all_reduce_named_params, which has no buckets."
+                )
+            return
+        if self.replica.reducer.machine.in_backward:
+            raise NotFinalizable(f"{doing}: a backward is not finalized yet. Set it before a forward.")
+        self._manual = bool(required)
+        self.replica.reducer.manual = self._manual
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward()` must not be called before the next backward has returned. To be read after forward.
+
+        True while buckets or a static graph are still to be learned, and with mixed precision. Otherwise it may be called
+        from a backward hook, once all gradients are ready.
+        """
+        if not self._manual:
+            return False
+        order, used = self.replica.reducer.order, self.replica.reducer.used
+        rebuild_due = order.limits is not None and not order.rebuilt
+        return self.mixed_precision is not None or rebuild_due or used.learning
+
+    def finalize_backward(self) -> None:
+        """Wait for the reductions of this step and put the averages into `.grad`: once for each synchronized backward."""
+        if not self._manual:
+            raise NotFinalizable(
+                "finalize_backward(): backward finalizes automatically. Set require_manual_backward_finalization = True first."
+            )
+        if not self.require_backward_grad_sync:
+            raise NotFinalizable(
+                "finalize_backward() under no_sync(): nothing is reduced there. Call it after the step outside."
+            )
+        reducer = self.replica.reducer
+        reducer.catch_up()
+        machine = reducer.machine
+        if machine.state is not State.LAUNCHED:
+            why = "there is no reduction to finalize. Call it once after each synchronized backward"
+            if machine.state is State.RUNNING:
+                names = ", ".join(machine.names[i] for i in machine.missing())
+                why = f"not all buckets are ready; there is no gradient yet for {names}"
+            raise NotFinalizable(f"finalize_backward(): {why}.")
+        reducer.finish()
+
+    def _check_finalized(self) -> None:
+        """Before a forward: the last backward must have been finalized. It still can be, so nothing is changed."""
+        if self._manual and self.replica.reducer.machine.complete:
+            raise NotFinalizable(
+                "forward: the last backward is not finalized. Call finalize_backward() before the next forward."
+            )
 
 
 class ReducerCompat:
@@ -251,11 +306,6 @@ class ReducerCompat:
         op = all_reduce(bucket.buffer(), op=ReduceOp.SUM, label=f"bucket {bucket.index()}")
         return self._replica.group.submit(op).get_future()
 
-    def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result((self._replica.checks or self._replica.runner).start(bucket).wait())
-        return future
-
     def prepare_for_backward(self, outputs: Any) -> None:
         """Average in the next backward from `outputs`, whose forward ran under no_sync(): torch's pipelining calls this."""
         self._replica.expect_backward(outputs)
@@ -264,11 +314,7 @@ class ReducerCompat:
         return self._replica.reducer.used.counts
 
     def _ddp_graph_static(self) -> bool:
-        """Whether the graph has been the same in all steps so far."""
-        return self._replica.reducer.status.graph_seems_static
-
-    def _rebuild_buckets(self) -> bool:
-        return self._replica.reducer.rebuild()
+        return self._replica.reducer.order.graph_seems_static
 
     def _set_optimizer_in_backward(self) -> None:
         self._replica.reducer.leave_gradients = True
@@ -295,30 +341,6 @@ class BufferHook:
         self.place = self.AFTER if location is None else getattr(location, "name", str(location))
 
     def run(self, replica: Replica) -> None:
-        """Call the hook and keep its futures."""
         futures = self.buffer_comm_hook(self.buffer_comm_hook_state, replica.state.named_buffers())
         if futures is not None:
             replica.reducer.wait_at_end.extend(list(futures))
-
-
-def _names_of(module: nn.Module, parameters: Sequence[Tensor], ignore: Collection[str] = ()) -> dict[int, str]:
-    """The name of each of `parameters` by its index. A parameter with two names gets the last."""
-    place = {id(p): i for i, p in enumerate(parameters)}
-    names: dict[int, str] = {}
-    for prefix, owner in module.named_modules():
-        for name, parameter in owner.named_parameters(recurse=False):
-            full = f"{prefix}.{name}"
-            if full in ignore or not parameter.requires_grad:
-                continue
-            if id(parameter) not in place:
-                raise UsageError(
-                    f"Param with name {full} found in module parameters, but not DDP parameters. It was added after the "
-                    "model was replicated; replicate it again."
-                )
-            names[place[id(parameter)]] = full
-    if len(names) != len(place):
-        raise UsageError(
-            "Expected param to name mapping to cover all parameters, but got conflicting lengths: "
-            f"{len(place)} vs {len(names)}. Parameters were removed from the module after it was replicated."
-        )
-    return names

@@ -2,6 +2,5 @@
 
 from gradwire.reducer.buckets.layout import BucketLayout, ParameterSpec
 from gradwire.reducer.reducer import Reducer
-from gradwire.reducer.status import ReducerOptions
 
-__all__ = ["BucketLayout", "ParameterSpec", "Reducer", "ReducerOptions"]
+__all__ = ["BucketLayout", "ParameterSpec", "Reducer"]

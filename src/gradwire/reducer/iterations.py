@@ -24,9 +24,9 @@ from gradwire.errors import CompiledAutograd, GroupAborted
 from gradwire.groups.base import Group
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import summary
-from gradwire.reducer.machine import Machine, State
+from gradwire.reducer.checks.nonfinite_report import StepRejected, StepSkipped
+from gradwire.reducer.machine import Machine
 from gradwire.reducer.model_events import ModelEvents
-from gradwire.reducer.reductions import StepRejected, StepSkipped
 from gradwire.runtime.threads import weakly
 
 _REASON = re.compile(r"step (\d+) failed on rank \d+ with ")
@@ -65,8 +65,7 @@ class Iterations:
     @property
     def begins(self) -> int:
         """At the beginning of a forward: the number of its iteration."""
-        unfinished = self._machine.state in (State.RUNNING, State.LAUNCHED)  # the last one ended without an error
-        return self.number + unfinished
+        return self.number + self._machine.in_backward  # then the last one ended without an error
 
     def forward_ended(self) -> None:
         """A forward with a graph has ended: the step fails if its backward does."""
@@ -74,12 +73,10 @@ class Iterations:
         self.failure = None
 
     def ended(self) -> None:
-        """The iteration is over, averaged or dropped."""
         self.number += 1
         self.expects_backward = False
 
     def record(self, kind: RecordKind, label: str = "") -> None:
-        """Write what happened in the iteration to the flight recorder, if there is one."""
         self.events.step(kind, self.number, label=label)
 
     def fail(self, error: BaseException) -> None:

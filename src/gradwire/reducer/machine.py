@@ -75,7 +75,6 @@ class Machine:
             raise InternalError("a parameter is in no bucket", story=self.story)
 
     def relayout(self, members: Sequence[Sequence[int]]) -> None:
-        """Use other buckets from the next step on. Only between steps."""
         if self.state is not State.RESTING:
             raise InternalError(f"relayout while {self.state.value}", story=self.story)
         self._relayout(members)
@@ -84,7 +83,7 @@ class Machine:
 
     def prepare(self, unused: Iterable[int] = ()) -> None:
         """A forward has ended whose backward is to be synchronized. `unused` parameters count as ready."""
-        if self.state in (State.RUNNING, State.LAUNCHED):
+        if self.in_backward:
             raise self.unfinished()
         self.story = ["prepared"]
         self._left = [len(m) for m in self.members]
@@ -166,7 +165,6 @@ class Machine:
         self.state = State.RESTING
 
     def abandon(self, why: str) -> None:
-        """The step failed; the next one begins from the start."""
         self.story.append(f"abandoned: {why}")
         self.state = State.RESTING
 
@@ -174,20 +172,21 @@ class Machine:
 
     @property
     def complete(self) -> bool:
-        """Whether every bucket has been launched in this step."""
         return self.state is State.LAUNCHED
 
     @property
+    def in_backward(self) -> bool:
+        """Whether a step has begun to reduce and has not ended."""
+        return self.state in (State.RUNNING, State.LAUNCHED)
+
+    @property
     def next_bucket(self) -> int:
-        """The bucket that is to be launched next."""
         return self._next
 
     def is_ready(self, index: int) -> bool:
-        """Whether a parameter has its gradient in this step."""
         return bool(self._ready[index])
 
     def missing(self) -> list[int]:
-        """Parameters that have no gradient yet in this step."""
         return [i for i, ready in enumerate(self._ready) if not ready]
 
     # -- errors ----------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class ModelEvents(EventSource):
         event: Callable[[float, int], Event] | None = None,
     ) -> None:
         """Something happened to a bucket. `event(time, rank)` makes what listeners get."""
-        self._report(kind, Place(step, spec.index, self.model), spec.nbytes, hook, event)
+        self._report(kind, self.place(step, spec.index), spec.nbytes, hook, event)
 
     def _report(
         self, kind: RecordKind, place: Place, nbytes: int, label: str, event: Callable[[float, int], Event] | None

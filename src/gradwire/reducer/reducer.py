@@ -33,21 +33,25 @@ from gradwire.groups.base import Group
 from gradwire.recorder.format import RecordKind
 from gradwire.reducer.buckets.buffers import BucketBuffers
 from gradwire.reducer.buckets.layout import BucketLayout
-from gradwire.reducer.intake.awaited_gradients import register
-from gradwire.reducer.intake.intake import GradientIntake
-from gradwire.reducer.intake.order import BucketOrder
-from gradwire.reducer.intake.used import UsedParameters
+from gradwire.reducer.checks.nonfinite_report import StepRejected
+from gradwire.reducer.intake.intake import GradientIntake, reducers
+from gradwire.reducer.intake.learned import BucketOrder, UsedParameters
 from gradwire.reducer.iterations import Iterations
 from gradwire.reducer.machine import Launch, Machine, State
 from gradwire.reducer.model_events import ModelEvents
-from gradwire.reducer.reductions import Reductions, Runner, StepRejected
-from gradwire.reducer.status import ReducerOptions, ReducerStatus
+from gradwire.reducer.reductions import Reductions, Runner
 
 _RESTING = State.RESTING  # to look up a member of an Enum takes ten times as long
 
 
 class Reducer:
-    """Reduces the gradients of one model on one rank."""
+    """Reduces the gradients of one model on one rank. The defaults are those of torch's DDP.
+
+    `keep_views`: gradients are views of the buckets once their bucket has been launched. `lazy_buckets`: bucket memory is allocated
+    at launch and released at the end of the step. `track_unused`: ranks exchange in every step which parameters they used.
+    `skip_unused`: buckets none of whose parameters are used are not reduced. `rebuild_limits`: sizes in bytes of the buckets that
+    are built after the first step, when the order of gradients is known.
+    """
 
     def __init__(
         self,
@@ -56,9 +60,12 @@ class Reducer:
         *,
         group: Group,
         runner: Runner,
-        options: ReducerOptions | None = None,
+        keep_views: bool = False,
+        lazy_buckets: bool = False,
+        track_unused: bool = False,
+        skip_unused: bool = False,
+        rebuild_limits: Sequence[int] | None = None,
     ) -> None:
-        options = options or ReducerOptions()
         self.parameters = list(parameters)
         self.device = self.parameters[0].device
         self.group = group
@@ -75,13 +82,13 @@ class Reducer:
         self.incomplete: Callable[[], object] | None = None
         """Called when a backward has ended in which some parameters got no gradient; it may raise."""
         self.machine = Machine(layout.members, [s.name for s in layout.parameters], rank=group.rank)
-        self.buckets = BucketBuffers(parameters, layout, keep_views=options.keep_views, lazy=options.lazy_buckets)
-        self.order = BucketOrder(layout.parameters, options.rebuild_limits)
-        self.used = UsedParameters(len(parameters), track=options.track_unused, device=self.device)
-        self.intake = GradientIntake(self.parameters, self.machine, in_buckets=options.keep_views)
+        self.buckets = BucketBuffers(parameters, layout, keep_views=keep_views, lazy=lazy_buckets)
+        self.order = BucketOrder(layout.parameters, rebuild_limits)
+        self.used = UsedParameters(len(parameters), track=track_unused, device=self.device)
+        self.intake = GradientIntake(self.parameters, self.machine, in_buckets=keep_views)
         self.reductions = Reductions(group, runner, self.buckets, self.intake, self.events)
         self.iterations = Iterations(self.parameters, group, self.machine, self.events, abandon=self._abandon)
-        self._skip_unused = options.skip_unused
+        self._skip_unused = skip_unused
         self._first_layout = layout
         self.backward_runs = False
         """Whether a backward is running that has reached the outputs of the model or one of its parameters."""
@@ -89,34 +96,13 @@ class Reducer:
         self._lock = threading.RLock()  # a model on several devices has a thread for each of them in backward
         self.buckets.allocate(layout, group)
         around_backward(RETURNED, self.backward_returned)
-        register(self)
+        reducers.add(self)
 
     @property
     def layout(self) -> BucketLayout:
-        """Which parameter lies in which bucket."""
         return self.buckets.layout
 
-    @property
-    def status(self) -> ReducerStatus:
-        """A snapshot for the owner."""
-        order = self.order
-        return ReducerStatus(
-            state=self.machine.state,
-            steps=self.steps,
-            layout=self.layout,
-            rebuilt=order.rebuilt,
-            rebuild_due=order.limits is not None and not order.rebuilt,
-            learning=self.used.learning,
-            order=tuple(order.names(self.layout)),
-            last_arrival=tuple(order.last_arrival),
-            graph_seems_static=order.graph_seems_static,
-            unused_nbytes=order.unused_nbytes() if self.steps else 0,
-            buckets_reduced=self.reductions.number,
-            last_error=self.iterations.last_error,
-        )
-
     def attach(self) -> None:
-        """Put hooks on the parameters."""
         self.intake.attach(self.on_arrival, self.early)
 
     # -- between steps -------------------------------------------------------------------------------------------------
@@ -173,7 +159,6 @@ class Reducer:
             self.learn_static_graph()
 
     def move_to_group(self, group: Group) -> None:
-        """Use another group from the next step on, and learn the order of buckets again."""
         self.group = self.iterations.group = self.reductions.group = group
         self.machine.abandon("the group was exchanged")
         self.order.forget()
@@ -198,7 +183,7 @@ class Reducer:
         self.reductions.unused = frozenset(unused) if self._skip_unused else ()
         self.iterations.forward_ended()
         self.reductions.step = self.iterations.number
-        self.used.forget_first_uses()
+        self.used.uses = {}
         # Not where an optimizer steps in backward, and not where the caller finalizes, perhaps during backward.
         may_take_early = not (self.used.learning or self.leave_gradients or self.manual)
         all_call = all_call or self.manual or self.used.learning or self.events.wants(GradientReady)
@@ -214,7 +199,6 @@ class Reducer:
             at_backward_end(self._graph_task_ended, failed=self._graph_task_failed)
 
     def on_arrival(self) -> None:
-        """Gradients have been accumulated."""
         with self._lock:
             self._arrived(self.intake.pop())
 
@@ -227,7 +211,6 @@ class Reducer:
                 self._arrived(taken, early=True)
 
     def catch_up(self) -> None:
-        """Count the gradients that have arrived without a call."""
         arrived = self.intake.pop()
         if arrived:
             self._arrived(arrived)
@@ -275,7 +258,6 @@ class Reducer:
         self.backward_runs = False
 
     def _graph_task_ended(self) -> None:
-        """See [The end of a step]."""
         self.backward_runs = False
         self.catch_up()
         if self.used.learning:
@@ -319,7 +301,8 @@ class Reducer:
     def finish(self) -> None:
         """Wait for the reductions and put the averages back into `.grad`."""
         try:
-            self.reductions.launch_held()
+            if self.reductions.held is not None:
+                self.reductions.launch([self.reductions.held])
             self.events.step(RecordKind.BACKWARD_ENDED, self.iterations.number, event=BackwardEnded)
             with torch.no_grad():
                 self._put_back()
@@ -338,25 +321,29 @@ class Reducer:
         self.events.step(RecordKind.STEP_ENDED, number, event=lambda time, rank: StepEnded(time, rank, steps))
 
     def _put_back(self) -> None:
-        reductions = self.reductions
-        results = reductions.wait()
+        results = self.reductions.wait()
         changed = self.intake.compiled.changed()
         if changed:
             raise self.machine.late(changed)
-        reductions.verify(self.iterations.number)
+        self._verify()
         unused = self.used.unused_everywhere(self.group)
         self.reductions.drop()
-        reductions.put_back(results, unused, leave=self.leave_gradients)
+        self.reductions.put_back(results, unused, leave=self.leave_gradients)
         for future in self.wait_at_end:
             future.wait()
         self.wait_at_end.clear()
         for do in self.after_backward:
             do()
 
+    def _verify(self) -> None:
+        error = self.reductions.runner.verify(self.iterations.number)
+        if error is not None:
+            raise error
+
     def shadow_step_ended(self) -> None:
         """Take part in the end of a step of other ranks, without gradients of its own."""
         try:
-            self.reductions.verify(self.iterations.number)
+            self._verify()
         except StepRejected as rejected:
             self.iterations.drop(rejected, used=self.leave_gradients)
             return
@@ -365,12 +352,11 @@ class Reducer:
         self.used.unused_everywhere(self.group)
         self.reductions.drop()
         if not first_of_static:
-            self.order.note_shadow_step()
+            self.order.learn()
         self.steps += 1
         self.iterations.number += 1
 
     def _abandon(self, why: str) -> None:
-        """The step has failed: forget it on this rank."""
         self.intake.abandon()
         self.machine.abandon(why)
         self.reductions.drop()

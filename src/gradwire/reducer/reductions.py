@@ -3,58 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gradwire.errors import GradwireError
 from gradwire.events import BucketFull, BucketLaunched, BucketReduced
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.reducer.buckets.buffers import BucketBuffers
+from gradwire.reducer.checks.nonfinite import NonFiniteChecked
 from gradwire.reducer.hook.driver import Pending
+from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.intake.intake import GradientIntake
 from gradwire.reducer.machine import Launch
 from gradwire.reducer.model_events import ModelEvents
 
-
-class StepRejected(Exception):
-    """Returned by `Runner.verify`, on every rank alike: the step is dropped, and the group stays as it is."""
-
-    def __init__(self, error: GradwireError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-class StepSkipped(StepRejected):
-    """As StepRejected, but nothing is raised: gradients become None, so that the optimizer does nothing."""
-
-
-class Runner(Protocol):
-    """What reduces buckets: a HookRunner, or a wrapper around one."""
-
-    @property
-    def name(self) -> str:
-        """The hook, for people."""
-
-    def start(self, bucket: GradBucket) -> Pending:
-        """Start the reduction of a bucket."""
-
-    def verify(self, step: int) -> Exception | None:
-        """Check the results of iteration `step` before any of them is used. Returns the error that drops the step, if any.
-
-        Called when all reductions are over: a check that communicated earlier would meet other buckets' collectives in
-        another order on another rank.
-        """
-
-    def drop_step(self) -> None:
-        """Forget the checks of a step that has ended or failed."""
-
-    def buckets_changed(self) -> None:
-        """Parameters are in other buckets from the next step on."""
+Runner = HookRunner | NonFiniteChecked
+"""What reduces buckets. `verify` is called when all reductions of a step are over: a check that communicated earlier would meet
+other buckets' collectives in another order on another rank."""
 
 
 class Reductions:
@@ -81,22 +49,14 @@ class Reductions:
         self._pending: list[tuple[Launch, Pending]] = []
 
     def hold(self, launch: Launch) -> None:
-        """Launch this bucket when backward has ended."""
         self.held = launch
         self._intake.compiled.use_accumulated(self._buckets.layout.members[launch.bucket])
 
     def launch(self, launches: Sequence[Launch]) -> None:
-        """Start the reductions of these buckets."""
         with torch.no_grad():
             for launch in launches:
                 if not self.unused or not set(self._buckets.layout.members[launch.bucket]).issubset(self.unused):
                     self._pending.append((launch, self._launch(launch)))
-
-    def launch_held(self) -> None:
-        """Backward has ended."""
-        if self.held is not None:
-            self.launch([self.held])
-            self.held = None
 
     def _launch(self, launch: Launch) -> Pending:
         buckets, bucket = self._buckets, launch.bucket
@@ -132,16 +92,9 @@ class Reductions:
         return pending
 
     def wait(self) -> list[tuple[int, Tensor]]:
-        """The results by bucket, once all reductions are over."""
         results = [(launch.bucket, pending.wait()) for launch, pending in self._pending]
         self.number = len(results)
         return results
-
-    def verify(self, step: int) -> None:
-        """Raise what `Runner.verify` returns."""
-        error = self.runner.verify(step)
-        if error is not None:
-            raise error
 
     def put_back(self, results: Sequence[tuple[int, Tensor]], unused: Collection[int], *, leave: bool) -> None:
         """Make the averages the gradients, except those of parameters that no rank has used; or leave all as they are."""
@@ -157,7 +110,6 @@ class Reductions:
             self._buckets.release(bucket)
 
     def drop(self) -> None:
-        """Forget what is in flight."""
         self._pending.clear()
         self.held = None
         self.runner.drop_step()

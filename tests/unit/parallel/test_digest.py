@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradwire.errors import UsageError
-from gradwire.parallel import digest as module
+from gradwire.parallel import divergence as module
 from gradwire.parallel.divergence import digest, digests
 
 DTYPES = [

@@ -150,7 +150,7 @@ def test_ranks_average_what_is_reported_and_what_is_not(flags: dict[str, Any]) -
             ddp.zero_grad(set_to_none=step != 3)
             loss_of(ddp, group.rank, step).backward()
             check(ddp, expected(ddp.module, group.size, step))
-        assert ddp.replica.reducer.intake.compiled.enabled
+        assert ddp.replica.reducer.intake._before_backward is not None
 
     run_ranks(rank_main, 2)
 

@@ -13,7 +13,7 @@ from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups import Group
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
-from gradwire.parallel.torch_arguments import Flags
+from gradwire.parallel.torch_arguments import buckets_policy, buffers_policy
 from gradwire.policies import Buckets, Buffers, Gradients, Graph, MiB, ScaleCheck
 
 
@@ -31,31 +31,33 @@ def test_a_scale_check_must_make_sense(values: dict[str, Any]) -> None:
 
 def test_defaults_are_torchs() -> None:
     assert Buckets() == Buckets((1 * MiB, 25 * MiB), from_start=False)
-    flags = Flags()
-    assert (flags.graph, flags.gradients, flags.buffers) == (Graph.ALL_USED, Gradients.COPIES, Buffers.EVERY_FORWARD)
-    assert flags.buckets == Buckets()
-    assert flags.bucket_bytes_cap == 25 * MiB
+    assert buckets_policy(None, None) == Buckets()
+    assert buffers_policy(None, None) is Buffers.EVERY_FORWARD
 
 
 @pytest.mark.parametrize(
-    ("flags", "buckets", "cap"),
+    ("cap", "caps", "buckets", "bytes_cap"),
     [
-        ({"cap_mb": 2}, Buckets((2 * MiB,)), 2 * MiB),
-        ({"cap_mb": 0.5}, Buckets((MiB // 2,)), MiB // 2),
-        ({"cap_mb": 1e-9}, Buckets((1,)), 0),
-        ({"cap_mb_list": (1, 3)}, Buckets((MiB, 3 * MiB), from_start=True), 3 * MiB),
-        ({"cap_mb": 9, "cap_mb_list": (1,)}, Buckets((MiB,), from_start=True), MiB),
+        (None, None, Buckets(), 25 * MiB),
+        (2, (), Buckets((2 * MiB,)), 2 * MiB),
+        (0.5, None, Buckets((MiB // 2,)), MiB // 2),
+        (1e-9, None, Buckets((1,)), 0),
+        (None, (1, 3), Buckets((MiB, 3 * MiB), from_start=True), 3 * MiB),
+        (9, (1,), Buckets((MiB,), from_start=True), MiB),
     ],
 )
-def test_caps(flags: dict[str, Any], buckets: Buckets, cap: int) -> None:
-    assert Flags(**flags).buckets == buckets
-    assert Flags(**flags).bucket_bytes_cap == cap
+def test_caps(group: Group, cap: float | None, caps: Any, buckets: Buckets, bytes_cap: int) -> None:
+    assert buckets_policy(cap, caps) == buckets
+    assert (
+        DDP(nn.Linear(1, 1), process_group=group, bucket_cap_mb=cap, bucket_cap_mb_list=caps).bucket_bytes_cap
+        == bytes_cap
+    )
 
 
-def test_static_beats_searching() -> None:
-    assert Flags(find_unused=True).graph is Graph.FIND_UNUSED
-    assert Flags(find_unused=True, static=True).graph is Graph.STATIC
-    assert Flags(views=True).gradients is Gradients.VIEWS
+@pytest.mark.parametrize("static", [False, True])
+def test_static_beats_searching(group: Group, static: bool) -> None:
+    ddp = DDP(nn.Linear(1, 1), process_group=group, find_unused_parameters=True, static_graph=static)
+    assert ddp.replica.graph is (Graph.STATIC if static else Graph.FIND_UNUSED)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +73,8 @@ def test_static_beats_searching() -> None:
 def test_the_two_flags_about_buffers(flags: dict[str, bool], policy: Buffers, warned: str | None) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = Flags(**flags)
-    assert made.buffers is policy
+        made = buffers_policy(flags.get("broadcast_buffers"), flags.get("forward_sync_buffers"))
+    assert made is policy
     assert [warned in str(w.message) for w in caught] == ([True] if warned else [])
 
 

@@ -13,7 +13,7 @@ import gradwire as gw
 from gradwire import observe
 from gradwire.observe.hangs.gradient_questions import Awaited
 from gradwire.observe.rings.run_follower import RunFollower
-from gradwire.reducer.intake.awaited_gradients import awaited_gradients
+from gradwire.reducer.intake.intake import awaited_gradients
 
 
 class Pause(torch.autograd.Function):

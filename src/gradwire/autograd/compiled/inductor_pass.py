@@ -50,7 +50,6 @@ class ReadyPass(custom_graph_pass.CustomGraphPass):
             mark_gradients(graph)
 
     def uuid(self) -> Any:
-        """What a cached graph depends on."""
         return f"{_VERSION}, {reports()}"
 
 

@@ -181,7 +181,6 @@ class _Accumulator:
         self._node = self._on = self._handle = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy or a pickle of the module has no hooks."""
         return _Accumulator, ()
 
 

@@ -75,7 +75,7 @@ class GradientAnswers:
 
 def _awaited() -> list[dict[str, Any]]:
     """Without an import, whose lock the thread that hangs may hold: a module that is not there has no models."""
-    module = sys.modules.get("gradwire.reducer.intake.awaited_gradients")
+    module = sys.modules.get("gradwire.reducer.intake.intake")
     return [] if module is None else module.awaited_gradients()
 
 

@@ -48,7 +48,6 @@ class BucketBuffers:
         self._all_parameters = list(parameters)
 
     def allocate(self, layout: BucketLayout, group: Group) -> None:
-        """Have buckets of this layout, in the group's memory."""
         self.layout = layout
         self.storages = [Storage(spec, None if self.lazy else group) for spec in layout.buckets]
         self.parameters = [[self._all_parameters[i] for i in members] for members in layout.members]
@@ -123,7 +122,6 @@ class BucketBuffers:
             of_one_kind.run()
 
     def release(self, bucket: int) -> None:
-        """Give the memory of a bucket back, if it is allocated for each step."""
         if self.lazy:
             self.storages[bucket].release()
 
@@ -162,7 +160,6 @@ class _Copies:
                 self._run_one_by_one()
 
     def _run_one_by_one(self) -> None:
-        """A sparse gradient becomes a tensor of its own."""
         for parameter, place, value in zip(self._parameters, self._places, self._values, strict=True):
             if place.is_sparse:
                 parameter.grad = value.clone()
@@ -189,14 +186,12 @@ class Storage:
             self.allocate(group)
 
     def allocate(self, group: Group) -> None:
-        """Take the memory, unless it is there or none is needed."""
         spec = self.spec
         if self.buffer is None and not spec.sparse:
             self.buffer = group.allocate(spec.numel, dtype=spec.dtype, device=spec.device).zero_()
             self.views = spec.views(self.buffer)
 
     def release(self) -> None:
-        """Give the memory back; gradients that are views of it keep it until they go."""
         self.buffer, self.views = None, []
 
     def copy_in(self, gradients: Sequence[Tensor | None]) -> None:
@@ -236,7 +231,6 @@ class Storage:
                 ) from error
 
     def put(self, result: Tensor) -> None:
-        """Make the reduced bucket the buffer's contents."""
         buffer = self.buffer
         assert buffer is not None
         if result.data_ptr() != buffer.data_ptr() or result.dtype != buffer.dtype:

@@ -37,12 +37,10 @@ class ParameterSpec:
 
     @classmethod
     def of(cls, name: str, parameter: Tensor, *, sparse: bool = False) -> ParameterSpec:
-        """The spec of a parameter."""
         return cls(name, tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype, parameter.device, sparse)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its gradient."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def describe(self) -> str:
@@ -61,12 +59,10 @@ class BucketLayout:
 
     @classmethod
     def make(cls, parameters: Iterable[ParameterSpec], members: Iterable[Sequence[int]]) -> BucketLayout:
-        """A layout from lists of parameter indices."""
         return cls(tuple(parameters), tuple(tuple(m) for m in members))
 
     @property
     def buckets(self) -> tuple[BucketSpec, ...]:
-        """What hooks see of each bucket."""
         return tuple(self._bucket(b, members) for b, members in enumerate(self.members))
 
     def _bucket(self, index: int, members: Sequence[int]) -> BucketSpec:

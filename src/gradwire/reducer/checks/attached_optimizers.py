@@ -5,12 +5,11 @@ torch's fused optimizers take a flag on the device, `found_inf`, and change noth
 the host need not know whether a step is to be skipped when it enqueues it. With a GradScaler, the step is skipped if either
 flag is 1.
 
-The flag is for the next step of each attached optimizer. Until the next backward of the model, other steps may use the same
-gradients: a second one of the same optimizer, or one of an optimizer that is not attached. There the host waits for the flag, and
-sets bad gradients to None, unless they are finite because they come from a later backward. The host also waits for an
-optimizer that is not fused any more, and for fused SGD that has yet to allocate momentum, which would stay uninitialized.
-
-A step that is captured in a CUDA graph is left alone: no hooks run when it is replayed.
+The flag is for the next step of each attached optimizer. Other steps before the next backward may use the same gradients: a second
+one of the same optimizer, or one of an optimizer that is not attached. There the host waits for the flag, and sets bad gradients to
+None, unless they are finite because they come from a later backward. It also waits for an optimizer that is not fused any more,
+and for fused SGD that has yet to allocate momentum. A step that is captured in a CUDA graph is left alone: hooks do not run when it
+is replayed.
 """
 
 from __future__ import annotations
@@ -46,17 +45,16 @@ class AttachedOptimizers:
         """A flag on the device: if it is 1, the gradients of the last backward are bad."""
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, _StepHooks] = weakref.WeakKeyDictionary()
         self._number = 0
-        """Of the attached optimizers, with those that are gone."""
-        self._stepped: set[int] = set()
-        """Which of them have stepped since `skip_if` was set or `forget_steps` called."""
+        """Of the attached optimizers, with those that have been freed."""
+        self.stepped: set[int] = set()
+        """Which of them have stepped since `skip_if` was set; cleared where other ranks may have made no step."""
         self._round: set[int] = set()
         """Which of them have stepped since the last call of `_on_step`."""
-        self._on_step: Callable[[], object] = _nothing
+        self._on_step: Callable[[], object] = lambda: None
         self._handles: list[Handle] = []
         self._others: Handle | None = None
         """Of the hook on optimizers that are not attached."""
         self._parameters: dict[int, Tensor] = {}
-        """By id."""
         self._all_parameters = False
 
     def attach(
@@ -70,13 +68,13 @@ class AttachedOptimizers:
         for optimizer in optimizers:
             name = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else repr(optimizer)
             check_optimizer(f"attach_optimizer({name})", optimizer, ours.values(), without=_CANNOT_REPORT)
-        used = self.skip_if is not None and self.all_stepped
+        used = self.skip_if is not None and self._all_stepped
         self._remove()
         self.attached = True
         self._parameters = ours
         self._all_parameters = ours.keys() <= {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
         self._number = len(optimizers)
-        self._stepped = set(range(self._number)) if used else set()
+        self.stepped = set(range(self._number)) if used else set()
         self._on_step = stepped
         for index, optimizer in enumerate(optimizers):
             hooks = self._optimizers[optimizer] = _StepHooks(self, index)
@@ -87,8 +85,8 @@ class AttachedOptimizers:
 
     def detach(self) -> None:
         """Remove the hooks on the optimizers. A step that they were to skip is made without gradients."""
-        self.drop_bad_gradients(self._parameters.values())
-        self.clear_flag()
+        self._drop_bad_gradients(self._parameters.values())
+        self.skip_if = None
         self._remove()
         if self._others is not None:
             self._others.remove()
@@ -101,38 +99,28 @@ class AttachedOptimizers:
             FoundInfOverride.restore(optimizer, hooks)
         self._handles, self._optimizers, self._number = [], weakref.WeakKeyDictionary(), 0
         self._all_parameters = False
-        self._stepped, self._round = set(), set()
+        self.stepped, self._round = set(), set()
 
     # -- steps that the device skips -------------------------------------------------------------------------------------
 
     @property
-    def all_stepped(self) -> bool:
-        """Whether every attached optimizer has stepped since `skip_next` or `forget_steps`."""
-        return bool(self._number) and len(self._stepped) == self._number
+    def _all_stepped(self) -> bool:
+        return bool(self._number) and len(self.stepped) == self._number
 
     def can_skip(self) -> bool:
-        """Whether attached optimizers that take a flag on the device train all parameters, and all have stepped since the last
-        flag. If one has not, other code may update the parameters in its place."""
+        """Whether attached optimizers that take a flag on the device train all parameters, and all have stepped since the last."""
         fused = len(self._optimizers) == self._number and all(map(_can_skip, list(self._optimizers)))
-        return self._all_parameters and fused and self.all_stepped
+        return self._all_parameters and fused and self._all_stepped
 
     def skip_next(self, where: Tensor) -> None:
         """Have the next step change nothing if this flag on the device is 1. Only if `can_skip`."""
         self.skip_if = where
-        self._stepped.clear()
+        self.stepped.clear()
         if self._others is None:
             self._others = before_optimizer_steps(weakly(self._before_any))
             weakref.finalize(self, self._others.remove)
 
-    def clear_flag(self) -> None:
-        """Make the next step whatever the last flag was."""
-        self.skip_if = None
-
-    def forget_steps(self) -> None:
-        """`can_skip` is False until all optimizers have stepped again: other ranks may have made no step."""
-        self._stepped.clear()
-
-    def drop_bad_gradients(self, parameters: Iterable[Tensor], *, again: bool = False) -> None:
+    def _drop_bad_gradients(self, parameters: Iterable[Tensor], *, again: bool = False) -> None:
         """If the flag is 1, set the gradients of these parameters to None. Waits for the device.
 
         Unless they may come from a later backward, as all optimizers have stepped or this one steps `again`, and all are finite.
@@ -140,7 +128,7 @@ class AttachedOptimizers:
         if self.skip_if is None or _is_captured(self.skip_if) or not bool(self.skip_if):
             return
         gradients = (p.grad for p in self._parameters.values() if p.grad is not None)
-        if (again or self.all_stepped) and all(map(is_finite, gradients)):
+        if (again or self._all_stepped) and all(map(is_finite, gradients)):
             return
         for p in parameters:
             p.grad = None
@@ -150,23 +138,23 @@ class AttachedOptimizers:
         if optimizer in self._optimizers:
             return None
         ours = [p for p in _parameters(optimizer) if id(p) in self._parameters]
-        return _after_closure(args, kwargs, lambda: self.drop_bad_gradients(ours)) if ours else None
+        return _after_closure(args, kwargs, lambda: self._drop_bad_gradients(ours)) if ours else None
 
     def before_attached(self, optimizer: Optimizer, hooks: _StepHooks) -> None:
         """Before the step of an attached optimizer, and after the backward in its closure."""
         flag = self.skip_if
         if flag is None or _is_captured(flag):
             return
-        if hooks.index in self._stepped:
-            self.drop_bad_gradients(_parameters(optimizer), again=True)
+        if hooks.index in self.stepped:
+            self._drop_bad_gradients(_parameters(optimizer), again=True)
         elif _can_skip(optimizer) and not _begins(optimizer):
             FoundInfOverride.add(optimizer, hooks, flag)
         else:
-            self.drop_bad_gradients(_parameters(optimizer))
+            self._drop_bad_gradients(_parameters(optimizer))
 
     def after_attached(self, hooks: _StepHooks) -> None:
         """After its step."""
-        self._stepped.add(hooks.index)
+        self.stepped.add(hooks.index)
         self._round.add(hooks.index)
         if len(self._round) == self._number:
             self._round.clear()
@@ -177,8 +165,7 @@ class _StepHooks:
     """The hooks on the steps of one attached optimizer."""
 
     def __init__(self, attached: AttachedOptimizers, index: int) -> None:
-        self._attached = attached
-        self.index = index
+        self._attached, self.index = attached, index
 
     @untraced_call
     def before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> Arguments | None:
@@ -188,7 +175,6 @@ class _StepHooks:
 
     @untraced_call
     def after_step(self, optimizer: Any, *_: Any) -> None:
-        """Restore `found_inf`."""
         FoundInfOverride.restore(optimizer, self)
         self._attached.after_attached(self)
 
@@ -248,12 +234,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
-def _nothing() -> None:
-    """Called after steps before `attach`."""
-
-
 def _is_captured(flag: Tensor) -> bool:
-    """Whether this step is being captured in a CUDA graph."""
     return flag.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

@@ -7,8 +7,8 @@ on the result itself, the host does not wait. It gives the flag on the device to
 Note [What a healthy step costs] in `nonfinite.py`): all ranks have the same flag. `NonFinite.RECORD` needs no optimizer.
 
 All ranks read the flag of a step at the same place, since a bad one is followed by an exchange. So they must agree that the host
-does not wait: they ask each other until all can; after that, what changes is changed by the program that all ranks run. They begin again
-when the states of the hook are replaced, as in a recovery, and after `join()`. A result that is pending then is dropped.
+does not wait: they ask each other until all can; after that, what changes is changed by the program that all ranks run. They begin
+again when the states of the hook are replaced, as in a recovery, and after `join()`. A result that is pending then is dropped.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class LateChecks:
         if runner.states is not self._states or runner.uneven != self._uneven:
             self._states, self._uneven = runner.states, runner.uneven
             self._agreed, self._steps = False, 0
-            runner.optimizers.forget_steps()
+            runner.optimizers.stepped.clear()
             return False
         self._steps += 1
         # What is identical on all ranks comes first.
@@ -109,5 +109,4 @@ class LateChecks:
 
 
 def on_device(device: torch.device) -> bool:
-    """Whether the host would have to wait for this device."""
     return device.type == "cuda"

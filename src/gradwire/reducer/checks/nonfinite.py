@@ -29,11 +29,17 @@ from gradwire.recorder import writer
 from gradwire.reducer.buckets.buffers import ZeroBucket
 from gradwire.reducer.buckets.layout import ParameterSpec
 from gradwire.reducer.checks.late import LateCheck, LateChecks
-from gradwire.reducer.checks.nonfinite_report import NonFiniteHandler, NonFiniteReport, any_rank, exchange
+from gradwire.reducer.checks.nonfinite_report import (
+    NonFiniteHandler,
+    NonFiniteReport,
+    StepRejected,
+    StepSkipped,
+    any_rank,
+    exchange,
+)
 from gradwire.reducer.checks.nonfinite_search import Found, NonFiniteKind, Search, StepCheck
 from gradwire.reducer.hook.driver import Finished, Pending
 from gradwire.reducer.hook.runner import HookRunner
-from gradwire.reducer.reductions import StepRejected, StepSkipped
 
 
 class NonFiniteChecked:
@@ -63,22 +69,18 @@ class NonFiniteChecked:
 
     @property
     def name(self) -> str:
-        """The inner runner's."""
         return self._inner.name
 
     def buckets_changed(self) -> None:
-        """As the inner runner."""
         self._inner.buckets_changed()
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def start(self, bucket: GradBucket) -> Pending:
-        """Start the reduction of `bucket`, and check its result, and its input where that is needed."""
         check = self._before(bucket)
         return _Checked(self._inner.start(bucket), check, bucket.spec)
 
     def run(self, bucket: GradBucket) -> Tensor:
-        """As `start`, to the end, in this thread."""
         check = self._before(bucket)
         return _Checked(Finished(self._inner.run(bucket)), check, bucket.spec).wait()
 
@@ -95,7 +97,6 @@ class NonFiniteChecked:
         return check
 
     def _begin(self, spec: BucketSpec) -> StepCheck:
-        """The first bucket of a step is started."""
         inner = self._inner
         self._device = spec.device
         self._trusted = inner.torch_hook is None and inner.outer is None and inner.hook.passes_nonfinite
@@ -107,7 +108,6 @@ class NonFiniteChecked:
         return StepCheck(self._search, inner.hook if self._trusted else None)
 
     def drop_step(self) -> None:
-        """Forget the checks of a step that has ended or failed."""
         self._check = None
         self._inner.drop_step()
 
@@ -131,7 +131,7 @@ class NonFiniteChecked:
 
     def _verify(self, check: StepCheck, step: int) -> StepRejected | None:
         inner, earlier = self._inner, self._late.take(self._inner)
-        inner.optimizers.clear_flag()
+        inner.optimizers.skip_if = None
         late = self._late.enqueue(check, inner, step=step) if self._is_late else None
         of_earlier = self._handle(earlier) if earlier is not None and earlier.flag.read() else None
         if of_earlier is not None and not isinstance(of_earlier, StepSkipped):
@@ -147,12 +147,10 @@ class NonFiniteChecked:
         return rejected
 
     def _forget_late(self) -> None:
-        """The step is dropped, whatever its own result."""
         self._late.take(self._inner)
-        self._inner.optimizers.clear_flag()
+        self._inner.optimizers.skip_if = None
 
     def _wait(self, check: StepCheck, step: int) -> StepRejected | None:
-        """Decide about a step whose result the host waits for."""
         averages = check.averages()
         if self._trusted:
             bad = bool(averages)  # on all ranks alike: see Note [What a healthy step costs]
@@ -164,7 +162,6 @@ class NonFiniteChecked:
         return self._report(gradients, averages, step=step, hook=self.name, trusted=self._trusted)
 
     def _handle(self, late: LateCheck, *, later: bool = True) -> StepRejected | None:
-        """Apply the policy to a bad step whose result was left on the device."""
         return self._report(*late.check.released(), step=late.step, hook=late.hook, later=later)
 
     def _report(
@@ -177,7 +174,6 @@ class NonFiniteChecked:
         trusted: bool = True,
         later: bool = False,
     ) -> StepRejected | None:
-        """Exchange what all ranks have found, and apply the policy."""
         group = self._inner.group
         report = NonFiniteReport(
             exchange(group, gradients, averages, device=self._device),
@@ -200,12 +196,10 @@ class NonFiniteChecked:
 
     @property
     def late(self) -> bool:
-        """Whether the result of the last step has not been read."""
         return self._late.pending is not None
 
     @property
     def skipped(self) -> int:
-        """How many steps were skipped so far."""
         return self._handler.skipped
 
     def finish(self) -> None:
@@ -231,7 +225,6 @@ class NonFiniteWatch:
         self._search: Search | None = Search(names)
 
     def __call__(self, bucket: GradBucket, group: Group, step: int) -> None:
-        """Examine a bucket before its reduction."""
         found = () if self._search is None else self._search.before(bucket, None).found
         if found and (recorder := writer.active) is not None:
             name, nan = self._names[found[0].parameter], found[0].kind is NonFiniteKind.NAN
@@ -246,7 +239,6 @@ class _Checked:
         self._pending, self._check, self._spec = pending, check, spec
 
     def wait(self) -> Tensor:
-        """The result."""
         result = self._pending.wait()
         self._check.add_average(self._spec, result)
         return result

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.errors import NonFiniteGradient, Origin
+from gradwire.errors import GradwireError, NonFiniteGradient, Origin
 from gradwire.groups.base import Group
 from gradwire.policies import NonFinite
 from gradwire.reducer.checks.nonfinite_search import Found, NonFiniteKind
 from gradwire.reducer.rank_agreement import gather_rows
-from gradwire.reducer.reductions import StepRejected, StepSkipped
 from gradwire.runtime.warnings import warn_user
 
 _AFTERWARDS = {
@@ -35,6 +34,18 @@ _WHAT = {
     NonFiniteKind.INFINITE: "is infinite",
     NonFiniteKind.BEYOND: "is too large for the dtype in which it is reduced",
 }
+
+
+class StepRejected(Exception):
+    """Returned by `verify` of a runner, on every rank alike: the step is dropped, and the group stays as it is."""
+
+    def __init__(self, error: GradwireError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class StepSkipped(StepRejected):
+    """As StepRejected, but nothing is raised: gradients become None, so that the optimizer does nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,6 @@ class Search:
         return Look(self._search(bucket.names(), bucket.gradients(), narrow))
 
     def average(self, spec: BucketSpec, result: Tensor) -> list[Found]:
-        """What is not finite in an average."""
         result = result.detach()
         return self._search(spec.names, [result] if result.is_sparse else spec.views(result.reshape(-1)), None)
 
@@ -118,7 +117,6 @@ class StepCheck:
         """The largest absolute value of each average, once the step was released."""
 
     def add_gradients(self, bucket: GradBucket) -> None:
-        """Examine the gradients of a bucket, which will be overwritten."""
         self._before.append(self._search.before(bucket, narrowest(self._hook, bucket.spec.dtype)))
 
     def add_average(self, spec: BucketSpec, result: Tensor) -> None:

@@ -29,12 +29,10 @@ class ScaleChecked:
         self._result: Tensor | None = None
 
     def watch(self, pending: Pending) -> ScaleChecked:
-        """Check the result of `pending`."""
         self._pending = pending
         return self
 
     def wait(self) -> Tensor:
-        """The result, not yet checked."""
         assert self._pending is not None
         self._result = self._pending.wait()
         return self._result

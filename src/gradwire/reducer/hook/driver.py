@@ -53,7 +53,6 @@ class Finished:
     value: Tensor
 
     def wait(self) -> Tensor:
-        """The value."""
         return self.value
 
 
@@ -92,7 +91,6 @@ def _with_hosts(turn: Turn, group: Group) -> Turn:
 
 
 def run(reduction: Reduction, group: Group) -> Tensor:
-    """The value of a reduction that runs to its end in the caller's thread."""
     return _run(reduction, _on(group, group.submit))
 
 
@@ -135,15 +133,10 @@ class Driver:
         return _OnLane(reduction, self.group, self._lane, turn, ordered)
 
     def _launch_on_stream(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
-        device = grad.device
-        side = self.side_stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            _keep(grad, side)
-            value = run(gradient_reduction(self.group, hook, grad, state, turn), self.group)
-            event = torch.cuda.Event()
-            event.record(side)
-        return _OnStream(value, event)
+        ordered = _Ordered(grad, self.side_stream(grad.device))
+        with ordered.here():
+            ordered.value = run(gradient_reduction(self.group, hook, grad, state, turn), self.group)
+        return ordered
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         side = self._streams.get(device)
@@ -168,7 +161,6 @@ class Driver:
             )
 
     def close(self) -> None:
-        """End the lane."""
         self._finalizer()
 
 
@@ -216,54 +208,45 @@ class _OnLane:
                 f"reduction of {self._turn.spec} on rank {self._turn.rank}: the hook has not finished after {self._timeout:.3g} s."
             )
         value = self._future.result()
-        return value if self._ordered is None else self._ordered.take(value)
+        if self._ordered is None:
+            return value
+        self._ordered.value = value
+        return self._ordered.wait()
 
 
 class _Ordered:
-    """Work of another thread between what this one has enqueued on a CUDA device and what it enqueues next.
+    """Work on a side stream between what this thread has enqueued on a CUDA device and what it enqueues next.
 
-    See Note [Where a reduction runs].
+    The thread that waits may be another one than that of the work. See Note [Where a reduction runs].
     """
 
     def __init__(self, grad: Tensor, side: torch.cuda.Stream) -> None:
+        self.value: Tensor
         self._side = side
-        self._ready = torch.cuda.Event()
-        self._ready.record(torch.cuda.current_stream(grad.device))
+        self._ready = torch.cuda.current_stream(grad.device).record_event()
         _keep(grad, side)
         self._done = torch.cuda.Event()
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
-        with torch.cuda.device(self._side.device), torch.cuda.stream(self._side):
+        """On the side stream, after the caller's work."""
+        with torch.cuda.stream(self._side):
             self._side.wait_event(self._ready)
             try:
                 yield
             finally:
                 self._done.record(self._side)
 
-    def take(self, value: Tensor) -> Tensor:
+    def wait(self) -> Tensor:
+        """The value, for whatever the current stream does next."""
         stream = torch.cuda.current_stream(self._side.device)
         stream.wait_event(self._done)
-        if value.is_cuda:
-            _keep(value, stream)
-        return value
+        if self.value.is_cuda:
+            _keep(self.value, stream)
+        return self.value
 
 
 def _keep(t: Tensor, stream: torch.cuda.Stream) -> None:
     """The allocator must not hand the tensor's memory out again before `stream` is done with it."""
     for part in (t._indices(), t._values()) if t.is_sparse else (t,):
         part.record_stream(stream)
-
-
-class _OnStream:
-    """Everything enqueued on a side stream."""
-
-    def __init__(self, value: Tensor, event: torch.cuda.Event) -> None:
-        self._value = value
-        self._event = event
-
-    def wait(self) -> Tensor:
-        stream = torch.cuda.current_stream(self._value.device)
-        stream.wait_event(self._event)
-        _keep(self._value, stream)
-        return self._value

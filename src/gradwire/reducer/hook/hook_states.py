@@ -106,12 +106,10 @@ class HookStates:
         self._before.clear()
 
     def commit(self) -> None:
-        """The step is kept: drop the copies."""
         self._before.clear()
 
     @property
     def steps(self) -> int:
-        """How many times the buckets have been reduced."""
         return max(self._next_steps.values(), default=self._step)
 
     def next_step(self) -> None:
@@ -121,7 +119,6 @@ class HookStates:
 
     @property
     def specs(self) -> list[BucketSpec]:
-        """The buckets that have a state now."""
         return [spec for spec, _ in self._made.values()]
 
     def rehearse(self, specs: Iterable[BucketSpec]) -> None:
@@ -137,7 +134,6 @@ class HookStates:
         self._made.clear()
 
     def by_name(self) -> dict[str, Any]:
-        """Every parameter's part, copied."""
         parts = copy.deepcopy(self._saved)
         for spec, state in self._made.values():
             parts.update(self.hook.save(state, spec))

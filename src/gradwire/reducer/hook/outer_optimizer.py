@@ -41,13 +41,11 @@ class _Piece:
     lands: int = 0
 
     def flat(self) -> Tensor:
-        """The parameters' values now, in one row."""
         row = torch.empty(self.spec.numel, dtype=self.spec.dtype, device=self.spec.device)
         torch._foreach_copy_(self.spec.views(row), [p.detach() for p in self.parameters])
         return row
 
     def put(self, row: Tensor) -> None:
-        """Make these the parameters' values."""
         torch._foreach_copy_(self.parameters, self.spec.views(row))
 
 
@@ -61,25 +59,22 @@ class OuterOptimizer:
         group: Group,
         named_parameters: Iterable[tuple[str, Tensor]],
         *,
-        states: HookStates | None = None,
+        states: HookStates,
         saved: Mapping[str, Any] | None = None,
-        optimizers: AttachedOptimizers | None = None,
+        optimizers: AttachedOptimizers,
     ) -> None:
         self.hook = hook
         self.group = group
-        self.step = 0 if states is None else states.steps
+        self.step = states.steps
         """How many steps the optimizer has made."""
-        self.optimizers = optimizers or AttachedOptimizers()
+        self.optimizers = optimizers
         self.differ = saved is not None and self._differ_after(self.step)
         """Whether ranks may hold different parameters now."""
-        self._states = states or HookStates(hook)
+        self._states = states
         self._stepped = False
         self._backwards = 0
         self._owed = False
-        self._pieces = [
-            _Piece(fragment, spec, parameters)
-            for fragment, spec, parameters in cut(list(named_parameters), hook.fragments)
-        ]
+        self._pieces = [_Piece(*piece) for piece in cut(list(named_parameters), hook.fragments)]
         self._fresh = saved is None
         outer: Mapping[str, Any] = (saved or {}).get("outer", {})
         for piece in self._pieces:

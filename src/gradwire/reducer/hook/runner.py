@@ -3,10 +3,8 @@
 The reducer holds one, and so do the adapters for torch's DDP (`interop/ddp_hook.py`) and for FSDP (`interop/fsdp.py`). It knows
 groups and hooks; it must not know modules, autograd, or when a bucket is full.
 
-Note [States and reductions]
-What a hook keeps is in one object, `HookStates`, with the count of steps, and is replaced whole, by `_use`. A reduction
-gets its state and its `Turn` when it starts and shares nothing else with the runner. So a step can run on a copy of the states that
-takes their place, or is dropped, when the step has ended, and several reductions may be in flight.
+What a hook keeps is in one object, `HookStates`, with the count of steps, and is replaced whole. A reduction gets its state and its
+`Turn` when it starts and shares nothing else with the runner, so several reductions may be in flight.
 """
 
 from __future__ import annotations
@@ -51,8 +49,6 @@ class HookRunner:
         self.hook = hook
         self.torch_hook: tuple[TorchHook, Any] | None = None
         """A torch-style hook, with its state, in place of `hook`."""
-        self._named: tuple[object, object, str] = (None, None, "")
-        """The hook whose name was asked for last, and its name, which takes a while to make."""
         self.group = group
         self.weight = 1.0
         self.divisor: int | None = None
@@ -61,20 +57,14 @@ class HookRunner:
         self.scale_check: ScaleCheck | None = None
         self._scale_checks: list[ScaleChecked] = []
         """Of the reductions of this step."""
+        self.states: HookStates
         self.outer: OuterOptimizer | None = None
         self.optimizers = optimizers or AttachedOptimizers()
         self.driver = Driver(group)
         self.named_parameters = list(named_parameters)
-        self.start_over()
-
-    @property
-    def name(self) -> str:
+        self.name = repr(hook)
         """The hook in error messages and records."""
-        hook, torch_hook, name = self._named
-        if hook is not self.hook or torch_hook is not self.torch_hook:
-            name = repr(self.hook) if self.torch_hook is None else name_of(self.torch_hook[0])
-            self._named = self.hook, self.torch_hook, name
-        return name
+        self.start_over()
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
@@ -93,7 +83,6 @@ class HookRunner:
         return pending if check is None else check.watch(pending)
 
     def run(self, bucket: GradBucket) -> Tensor:
-        """Reduce a bucket to the end, in this thread. Not for torch-style hooks."""
         state, step = self._begin(bucket)
         turn = self._turn(bucket, step)
         return run(gradient_reduction(self.group, self.hook, bucket.buffer(), state, turn), self.group)
@@ -123,23 +112,14 @@ class HookRunner:
         return Turn(bucket.spec, group.rank, group.size, step, donated=True, divisor=self.divisor, weight=self.weight)
 
     def verify(self, step: int) -> Exception | None:
-        """Compare the results of this step with the mean, where `scale_check` asks for it."""
         return next((error for check in self._scale_checks if (error := check.verify()) is not None), None)
 
     def drop_step(self) -> None:
-        """Forget the checks of a step that has ended or failed."""
         self._scale_checks.clear()
-
-    def next_step(self) -> None:
-        """All buckets of the last step have been started: those that start from now on belong to the next one.
-
-        Called by owners whose buckets may change between two steps without notice. Without it every bucket counts its own.
-        """
-        self.states.next_step()
 
     def buckets_changed(self) -> None:
         """Parameters are in other buckets from now on: states follow their parameters."""
-        self.next_step()
+        self.states.next_step()
         if self.outer is None:
             self.states.store_by_parameter()
 
@@ -158,15 +138,13 @@ class HookRunner:
         saved = self.outer.state_dict() if self.outer is not None and same else None
         states = self.states.transfer_to(own, step=self.step)
         self.hook, self.torch_hook = (hook, None) if isinstance(hook, CommHook) else (self.hook, hook)
-        self._use(states, self._outer_optimizer(states, saved))
+        self.name = repr(hook) if isinstance(hook, CommHook) else name_of(hook[0])
+        self.states, self.outer = states, self._outer_optimizer(states, saved)
 
     def start_over(self, step: int = 0) -> None:
         """Begin without states; parameters are the same on every rank."""
-        states = HookStates(self.hook, step=step)
-        self._use(states, self._outer_optimizer(states))
-
-    def _use(self, states: HookStates, outer: OuterOptimizer | None) -> None:
-        self.states, self.outer = states, outer
+        self.states = HookStates(self.hook, step=step)
+        self.outer = self._outer_optimizer(self.states)
 
     def _outer_optimizer(self, states: HookStates, saved: Mapping[str, Any] | None = None) -> OuterOptimizer | None:
         if self.torch_hook is not None or not isinstance(self.hook, OuterHook):
@@ -175,7 +153,6 @@ class HookRunner:
         return OuterOptimizer(self.hook, self.group, named, states=states, saved=saved, optimizers=self.optimizers)
 
     def state_dict(self, **more: Any) -> dict[str, Any]:
-        """The hook's state on this rank, by parameter name, with `more` to be saved along with it."""
         if self.outer is not None:
             return self.outer.state_dict()
         return to_dict(self.states, rank=self.group.rank, step=self.step, **more)
@@ -193,12 +170,12 @@ class HookRunner:
                 states.rehearse(self.states.specs if specs is None else specs)
             return states, self._outer_optimizer(states, saved)
 
-        self._use(*load_together(saved, self.hook, self.group, device=device, build=build))
+        self.states, self.outer = load_together(saved, self.hook, self.group, device=device, build=build)
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """As `load_state_dict`, on this rank alone: for a copy of a model."""
-        states = from_dict(saved, self.hook, rank=self.group.rank)
-        self._use(states, self._outer_optimizer(states, saved))
+        self.states = from_dict(saved, self.hook, rank=self.group.rank)
+        self.outer = self._outer_optimizer(self.states, saved)
 
     def attach_optimizer(self, optimizers: Sequence[torch.optim.Optimizer], stepped: Callable[[], object]) -> None:
         """Call `stepped`, which calls `outer.optimizer_stepped`, after the steps of these optimizers alone."""
@@ -214,6 +191,5 @@ class HookRunner:
             self.outer.group = group
 
     def close(self) -> None:
-        """End the thread of reductions, and take the hooks off optimizers."""
         self.driver.close()
         self.optimizers.detach()

@@ -1,7 +1,7 @@
 """Communication hooks written for torch, `hook(state, bucket) -> Future`, checked and run on our buckets.
 
-The seeds' rules (python_comm_hook.cpp) with the holes closed: a result is looked at before it touches a gradient, and every
-error names the hook, the bucket, its parameters, the rank and what came back.
+The rules are torch's (python_comm_hook.cpp); a result is checked before it touches a gradient, and every error names the hook, the
+bucket, its parameters, the rank and what was returned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch._C._distributed_c10d import GradBucket as TorchGradBucket
 from gradwire.errors import CollectiveTimeout, GroupError, HookAnnotationError, HookError, UsageTypeError, again
 from gradwire.groups.base import Group
 from gradwire.groups.completion import name_of
-from gradwire.groups.work import Work
 from gradwire.hooks.arguments import refuse_unfinished
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.pump import describe
@@ -36,9 +35,12 @@ def check_torch_hook(hook: Any) -> None:
             f"Communication hook must be callable. Got {type(hook).__name__}: {hook!r}. "
             "Pass a function hook(state, bucket) that returns a torch.futures.Future."
         )
-    signature = _signature(hook)
-    if signature is None:
-        return
+    try:
+        signature = inspect.signature(hook, eval_str=True)
+    except (TypeError, ValueError):
+        return  # a callable in C has none; what it returns is checked anyway
+    except Exception:  # whatever evaluating an annotation may raise: a name that only a type checker imports, say
+        signature = inspect.signature(hook)
     positional = [
         p
         for p in signature.parameters.values()
@@ -61,28 +63,14 @@ def check_torch_hook(hook: Any) -> None:
         )
 
 
-def _signature(hook: Any) -> inspect.Signature | None:
-    """With annotations as objects where they can be found. A callable in C has none; what it returns is checked anyway."""
-    try:
-        return inspect.signature(hook, eval_str=True)
-    except (TypeError, ValueError):
-        return None
-    except Exception:  # whatever evaluating an annotation may raise: a name that only a type checker imports, say
-        return inspect.signature(hook)
-
-
 class TorchHookRun:
     """One call of a torch-style hook, under way."""
 
     def __init__(self, hook: TorchHook, state: Any, bucket: GradBucket, group: Group, *, step: int) -> None:
-        self._bucket = bucket
-        self._group = group
-        self._where = describe(repr(name_of(hook)), bucket.spec, group.rank, step)
+        self._bucket, self._group = bucket, group
         self._hook_name = name_of(hook)
-        self._dtype = bucket.buffer().dtype
-        self._numel = bucket.buffer().numel()
-        self._device = bucket.buffer().device
-        self._sparse = bucket.buffer().is_sparse
+        self._where = describe(repr(self._hook_name), bucket.spec, group.rank, step)
+        self._given = bucket.buffer()
         try:
             future = hook(state, bucket)
         except Exception as error:
@@ -124,10 +112,13 @@ class TorchHookRun:
     def _raise_failure_of_work(self, error: Exception | None) -> None:
         """Raise what an operation that the hook began on the group failed with: then() has wrapped it beyond recognition.
 
-        One whose time is up fails now, and says which ranks it waits for.
+        One whose time is up fails now, with the ranks that it waits for.
         """
-        failures = list(map(_failure_of, self._works))
-        for failure in failures:
+        for work in self._works:
+            if time.perf_counter() >= work.deadline:
+                work.ledger.expire(work)
+        for work in self._works:
+            failure = work.exception()
             if failure is not None:
                 raise again(failure) from error
 
@@ -149,35 +140,24 @@ class TorchHookRun:
             self._group.check_peers()
 
     def _check(self, value: Any) -> Tensor:
+        given, now = self._given, self._bucket.buffer()
         if not isinstance(value, Tensor):
-            raise self._bad(f"a Future of {_kind(value)}", "a Future of one tensor")
-        if value.is_sparse or self._sparse:
-            if value.is_sparse != self._sparse:
-                raise self._bad(f"a {value.layout} tensor", "one of the bucket's layout")
-            if value.shape != self._bucket.buffer().shape:
-                raise self._bad(
-                    f"a sparse tensor of {list(value.shape)}", f"one of {list(self._bucket.buffer().shape)}"
-                )
-        elif value.numel() != self._numel:
-            raise self._bad(f"a tensor of {value.numel()} elements", f"one of {self._numel}, as long as the bucket")
-        if value.device.type != self._device.type:
-            raise self._bad(f"a tensor on {value.device}", f"one on {self._device}")
+            kind = "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
+            raise self._bad(f"a Future of {kind}", "a Future of one tensor")
+        if value.is_sparse != given.is_sparse:
+            raise self._bad(f"a {value.layout} tensor", "one of the bucket's layout")
+        if value.is_sparse and value.shape != now.shape:
+            raise self._bad(f"a sparse tensor of {list(value.shape)}", f"one of {list(now.shape)}")
+        if not value.is_sparse and value.numel() != given.numel():
+            raise self._bad(f"a tensor of {value.numel()} elements", f"one of {given.numel()}, as long as the bucket")
+        if value.device.type != given.device.type:
+            raise self._bad(f"a tensor on {value.device}", f"one on {given.device}")
         # A hook that put a buffer of another dtype into the bucket asked for the conversion back.
-        if value.dtype != self._dtype and value.dtype != self._bucket.buffer().dtype:
+        if value.dtype != given.dtype and value.dtype != now.dtype:
             raise self._bad(
-                f"a {value.dtype} tensor", f"one of {self._dtype}, or bucket.set_buffer() with that dtype first"
+                f"a {value.dtype} tensor", f"one of {given.dtype}, or bucket.set_buffer() with that dtype first"
             )
         return value
 
     def _bad(self, got: str, expected: str) -> HookError:
         return HookError(f"{self._where}: returned {got}, expected {expected}.", hook=self._hook_name)
-
-
-def _failure_of(work: Work) -> BaseException | None:
-    if time.perf_counter() >= work.deadline:
-        work.ledger.expire(work)
-    return work.exception()
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"

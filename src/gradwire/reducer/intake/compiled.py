@@ -22,10 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.autograd.backward_errors import BEGINS, around_backward
 from gradwire.autograd.grad_hooks import has_foreign_hooks
 from gradwire.autograd.graph import sole_edges
-from gradwire.events import Handle
 
 
 class CompiledGradients:
@@ -36,33 +34,19 @@ class CompiledGradients:
         """Parameters whose gradients were taken in this step."""
         self._parameters = list(parameters)
         self._in_buckets = in_buckets
-        self._expected: frozenset[int] = frozenset()
+        self._expected: set[int] = set()
         self._waiting: dict[int, Tensor] = {}
         self._accumulated: dict[int, tuple[Tensor, int]] = {}
         """By parameter: what `.grad` is once the gradient has been accumulated, and its version then."""
         self._launched: set[int] = set()
-        self._handle: Handle | None = None
-
-    @property
-    def enabled(self) -> bool:
-        """Whether the model has compiled code that reports gradients."""
-        return self._handle is not None
-
-    def enable(self, begins: Callable[[Any], Callable[[], object] | None]) -> None:
-        """Call the bound method `begins` before every backward from now on."""
-        if self._handle is None:
-            self._handle = around_backward(BEGINS, begins)
 
     def expect(self, tensors: Any) -> Callable[[], object] | None:
         """A backward from `tensors` begins, whose gradients may be taken. Returns what to call at its end."""
         found = sole_edges(tensors, self._parameters)
         if not found:
             return None  # of another model
-        self._expected = frozenset(i for i, node in found.items() if not has_foreign_hooks(self._parameters[i], node))
-        return self._expect_no_more
-
-    def _expect_no_more(self) -> None:
-        self._expected = frozenset()
+        self._expected.update(i for i, node in found.items() if not has_foreign_hooks(self._parameters[i], node))
+        return self._expected.clear
 
     def take(self, index: int, grad: Tensor) -> bool:
         """A gradient has been computed. Returns whether it is to be reduced now."""
@@ -109,17 +93,10 @@ class CompiledGradients:
                 self._waiting.pop(index, None)
 
     def clear(self) -> None:
-        """A step begins or ends."""
         self.reported.clear()
         self._waiting.clear()
         self._accumulated.clear()
         self._launched.clear()
-
-    def remove(self) -> None:
-        """Do not call `begins` any more."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = None
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

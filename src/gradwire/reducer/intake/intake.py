@@ -14,11 +14,13 @@ order has changed and every gradient calls until the end of the step.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from gradwire.autograd.backward_errors import BEGINS, around_backward
 from gradwire.autograd.compiled.op import on_compiled_gradients
 from gradwire.autograd.grad_hooks import GradHooks
 from gradwire.events import Handle
@@ -37,6 +39,8 @@ class GradientIntake:
         self._parameters = list(parameters)
         self._machine = machine
         self._compiled_handle: Handle | None = None
+        self._before_backward: Handle | None = None
+        """Once it is known that the model has compiled code that reports gradients."""
         self._fillers: dict[int, int] = {}
         """The gradients that filled buckets in the last step, each with how many."""
         self._filled: dict[int, int] = {}
@@ -59,9 +63,10 @@ class GradientIntake:
         if self.hooks is not None:
             self.hooks.remove()
             self.hooks = None
-        if self._compiled_handle is not None:
-            self._compiled_handle.remove()
-        self.compiled.remove()
+        for handle in (self._compiled_handle, self._before_backward):
+            if handle is not None:
+                handle.remove()
+        self._before_backward = None
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -77,7 +82,6 @@ class GradientIntake:
         self._select(None if all_call or not fillers or any(i in fillers for i in unused) else fillers)
 
     def call_all(self) -> None:
-        """Call for every gradient until the end of the step."""
         self._select(None)
 
     def _select(self, few: dict[int, int] | None) -> None:
@@ -97,8 +101,8 @@ class GradientIntake:
         machine, compiled, uses = self._machine, self.compiled, self._machine.static_uses
         if machine.state is not _RESTING:
             machine.computed_early(indices)
-        if not compiled.enabled:
-            compiled.enable(self._backward_called)
+        if self._before_backward is None:
+            self._before_backward = around_backward(BEGINS, self._backward_called)
             return []
         # Where a static graph has several uses, checkpoints accumulate several times, whose edges cannot be seen.
         found = zip(indices, gradients, strict=True)
@@ -133,12 +137,10 @@ class GradientIntake:
         return [parameters[i].grad for i in members]
 
     def ended(self) -> None:
-        """The step has succeeded: the next one is expected to be like it."""
         self._fillers = self._filled
         self.compiled.clear()
 
     def converted(self) -> bool:
-        """Whether parameters have another dtype or device than when they were hooked."""
         return self.hooks is not None and self.hooks.converted()
 
     def abandon(self) -> None:
@@ -155,3 +157,30 @@ class GradientIntake:
         """Those of `indices` whose gradients have not arrived in this step. Changes nothing; any thread may call it."""
         arrived = frozenset() if self.hooks is None else self.hooks.waiting()
         return [i for i in indices if not self._machine.is_ready(i) and i not in arrived]
+
+
+# -- for hang reports, from another thread: everything below is a read of a list or a flag ----------------------------------
+
+_MOST_NAMES = 1000
+reducers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those of this process."""
+
+
+def awaited_gradients() -> list[dict[str, Any]]:
+    """Of each model that is in a step: the bucket that is to be launched next, and the parameters in it without a gradient."""
+    return [_facts(reducer) for reducer in list(reducers) if reducer.machine.state is not State.RESTING]
+
+
+def _facts(reducer: Any) -> dict[str, Any]:
+    machine = reducer.machine
+    bucket = min(machine.next_bucket, len(machine.members) - 1)
+    missing = [i for i in reducer.intake.missing(machine.members[bucket]) if i not in reducer.used.uses]
+    return {
+        "group": reducer.group.name,
+        "group_id": reducer.group.ledger.events.group_id,
+        "model": reducer.events.model,
+        "rank": reducer.group.rank,
+        "step": reducer.iterations.number,
+        "bucket": bucket,
+        "missing": [machine.names[i] for i in missing[:_MOST_NAMES]],
+    }
