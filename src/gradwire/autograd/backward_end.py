@@ -1,7 +1,5 @@
 """`at_backward_end`: run something when the backward now running has ended, or when it has failed.
 
-The only place that queues final callbacks on the autograd engine. It must not know what runs in them.
-
 The engine calls what was queued when the *current graph task* ends: for a re-entrant backward (a checkpoint with
 use_reentrant=True) that is the inner one. It drops the callbacks of a graph task that failed, so what is queued here is an
 object that notices its own deletion as soon as the failed backward has returned.

@@ -1,18 +1,13 @@
 """GradHooks: hooks on the gradient accumulators of a model, which report gradients as soon as they have been accumulated.
 
-Knows parameters and the autograd engine. It must not know buckets, or why some parameters call and others do not.
-
 Note [Hooks on accumulators]
 The engine runs a parameter's accumulator (`AccumulateGrad`) in every backward that reaches the parameter, with the sum of all that
 flows to it, or with nothing if a function before it has returned None. A hook on that node runs in both cases, after the gradient
-has been added to `.grad` and after all hooks that others have put on the parameter, which may still write to `.grad`. torch's
-own DDP counts on the same hook.
+has been added to `.grad` and after all hooks that others have put on the parameter. torch's own DDP uses the same hook.
 
 Every hook appends the index of its parameter to a list; those that are selected also call. To append costs about a fifth of what a
-step of the reducer's costs, so the reducer selects the few gradients that filled buckets in the last step.
-
-Hooks hold the object of `on_arrival` weakly: parameters own their hooks, and a hook that owned the reducer, which owns the
-parameters, would keep a dropped model alive until the garbage collector runs.
+step of the reducer's costs, so the reducer selects the few gradients that filled buckets in the last step. Hooks hold the object
+of `on_arrival` weakly: a hook that owned the reducer, which owns the parameters, would keep a dropped model alive.
 
 Note [Tables of a node]
 torch shows the hooks of a tensor, and hides those of a node. But all of a node's hooks of one kind are in one table, to which the
@@ -29,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from gradwire.autograd.graph import tensors_in
 from gradwire.runtime.dynamo import untraced_call
@@ -83,10 +77,7 @@ class GradHooks:
         self.select(range(len(self._parameters)))
 
     def converted(self) -> bool:
-        """Whether parameters have another dtype or device than when they were hooked.
-
-        Autograd gives them new accumulators then, which have no hooks.
-        """
+        """Whether parameters have another dtype or device than when they were hooked, and so accumulators without hooks."""
         return list(map(_dtype, self._parameters)) != self._dtypes or self._devices != list(
             map(Tensor.get_device, self._parameters)
         )
@@ -158,16 +149,7 @@ def on_backward(output: Any, begun: Callable[[], object]) -> bool:
 
 
 def has_foreign_hooks(parameter: Tensor, accumulator: Any) -> bool:
-    """Whether anyone but gradwire has a hook on `parameter` or its `accumulator`.
-
-    >>> w = torch.ones(2, requires_grad=True)
-    >>> accumulator = torch.autograd.graph.get_gradient_edge(w).node
-    >>> has_foreign_hooks(w, accumulator)
-    False
-    >>> handle = accumulator.register_prehook(lambda grads: (grads[0] * 2,))
-    >>> has_foreign_hooks(w, accumulator)
-    True
-    """
+    """Whether anyone but gradwire has a hook on `parameter` or its `accumulator`."""
     tables = parameter._backward_hooks, parameter._post_accumulate_grad_hooks, *_tables(accumulator)
     return any(getattr(hook, "__name__", "") != _OWN_HOOK for table in tables if table for hook in table.values())
 
@@ -175,16 +157,8 @@ def has_foreign_hooks(parameter: Tensor, accumulator: Any) -> bool:
 def _tables(node: Any) -> tuple[dict[int, Any] | None, ...]:
     found: tuple[dict[int, Any] | None, ...] | None = node.metadata.get(_TABLES)
     if found is None:
-        found = node.metadata[_TABLES] = (_table(node.register_prehook), _table(node.register_hook))
+        handles = [register(lambda *_: None) for register in (node.register_prehook, node.register_hook)]
+        found = node.metadata[_TABLES] = tuple(handle.hooks_dict_ref() for handle in handles)
+        for handle in handles:
+            handle.remove()
     return found
-
-
-def _table(register: Callable[[Callable[..., None]], RemovableHandle]) -> dict[int, Any] | None:
-    handle = register(_no_hook)
-    table: dict[int, Any] | None = handle.hooks_dict_ref()
-    handle.remove()
-    return table
-
-
-def _no_hook(*_: Any) -> None:
-    pass

@@ -1,14 +1,10 @@
-"""Which parameters a backward from given outputs can reach.
-
-Responsible for finding the tensors in a module's outputs and for walking the recorded graph. It must not know what is done
-with parameters that cannot be reached.
+"""Which parameters a backward from given outputs can reach: finds the tensors in a module's outputs, and walks the recorded graph.
 
 Note [What the walk cannot see]
-    It sees edges. What a node does inside is hidden: a checkpoint with use_reentrant=True is one node whose edges are its
-    tensor arguments, and the parameters used inside it are not among them (torch's own DDP is blind here too). A node may
-    also return None for an edge, so a parameter can be reached and still get no gradient. Non-reentrant checkpoints,
-    views, in-place changes, custom functions and compiled regions have all of their edges. `backward(inputs=...)` runs
-    less than the walk finds.
+    It sees edges. A checkpoint with use_reentrant=True is one node whose edges are its tensor arguments, and the parameters used
+    inside it are not among them (torch's own DDP is blind here too). A node may also return None for an edge, so a parameter can be
+    reached and still get no gradient. Non-reentrant checkpoints, views, in-place changes, custom functions and compiled regions
+    have all of their edges. `backward(inputs=...)` runs less than the walk finds.
 
 Note [Marks]
     So where a backward must be assigned to its model, the nodes of a model's outputs are marked as well: a dict that torch keeps
@@ -28,9 +24,7 @@ _MARK = "gradwire"
 
 
 def reachable_parameters(outputs: Any, params: Sequence[torch.Tensor]) -> frozenset[int]:
-    """The indices of those `params` that can get a gradient from `outputs`, a tensor or a nest of containers of tensors.
-
-    The walk stops when all have been found, so it is cheap for a model that uses all of its parameters.
+    """The indices of those `params` that can get a gradient from `outputs`. The walk stops when all have been found.
 
     >>> used, unused = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     >>> outputs = {"logits": used(torch.ones(1, 2)), "step": 3}
@@ -55,10 +49,6 @@ def sole_edges(outputs: Any, params: Sequence[torch.Tensor]) -> dict[int, Any]:
     """The indices of those `params` to which exactly one edge of the graph behind `outputs` leads, and their accumulators.
 
     The gradient on that edge is complete.
-
-    >>> once, twice = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    >>> sorted(sole_edges((once * twice + twice).sum(), [once, twice]))
-    [0]
     """
     wanted = {id(param): index for index, param in enumerate(params)}
     accumulators: list[list[Any]] = [[] for _ in params]
@@ -80,16 +70,7 @@ def mark_outputs(outputs: Any, owner: object) -> None:
 
 
 def reaches_mark(outputs: Any, owner: object) -> bool:
-    """Whether a backward from `outputs` reaches what `mark_outputs` has marked for `owner`.
-
-    >>> class Owner:
-    ...     pass
-    >>> owner, w = Owner(), torch.ones(2, requires_grad=True)
-    >>> output = w * 2
-    >>> mark_outputs(output, owner)
-    >>> reaches_mark(output.sum(), owner), reaches_mark(output.sum(), Owner())
-    (True, False)
-    """
+    """Whether a backward from `outputs` reaches what `mark_outputs` has marked for `owner`."""
     marks = (node.metadata.get((_MARK, id(owner))) for node, _ in _nodes(outputs))
     return any(mark is not None and mark() is owner for mark in marks)
 
@@ -114,11 +95,7 @@ def _nodes(outputs: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples, sets, mappings and dataclasses; anything else is passed over.
-
-    >>> [tuple(t.shape) for t in tensors_in({"a": [torch.zeros(1), None], "b": (torch.zeros(2), "text")})]
-    [(2,), (1,)]
-    """
+    """Every tensor in nested lists, tuples, sets, mappings and dataclasses; anything else is ignored."""
     return (leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
 
 

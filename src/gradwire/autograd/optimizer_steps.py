@@ -1,10 +1,9 @@
 """`before_optimizer_steps` and `after_optimizer_steps`: hooks on the steps of every optimizer of the process.
 
 Note [One hook for all]
-torch iterates over the dictionary of its global hooks while it calls them, so a hook that is registered or removed meanwhile, by
-another thread, makes a step raise "OrderedDict mutated during iteration". Ranks that are threads of one process do that: one
-begins a step while another's optimizer is in one. So one hook of each kind is registered with torch, by the first who needs it,
-and stays; those who come and go are our own callbacks, of which a snapshot is called.
+torch iterates over the dictionary of its global hooks while it calls them, so a hook that another thread registers or removes
+meanwhile, as ranks that are threads of one process do, makes a step raise. So one hook of each kind is registered with torch, once,
+and calls a snapshot of our own callbacks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Data-parallel models."""
 
-from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.ddp import DistributedDataParallel
 from gradwire.parallel.divergence import DivergenceCheck
+from gradwire.parallel.module_state import broadcast_coalesced
 from gradwire.parallel.replica import Replica
 from gradwire.parallel.replicate import replicate
 

@@ -24,7 +24,7 @@ from gradwire.errors import ReplicasDiverged, UsageError
 from gradwire.groups.base import Group
 from gradwire.interop import from_process_group
 from gradwire.interop.default_group import default_process_group
-from gradwire.parallel.broadcast import broadcast_coalesced
+from gradwire.parallel.module_state import broadcast_coalesced
 from gradwire.parallel.trainable import check_module, refuse_dtensors
 from gradwire.policies import Divergence, check_policies
 from gradwire.reducer.checks.attached_optimizers import check_optimizer

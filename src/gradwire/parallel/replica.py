@@ -8,13 +8,16 @@ reduced (`reducer`), or how they are communicated (`hooks`, `groups`).
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradwire.autograd.compiled.op import forward_begins
 from gradwire.autograd.grad_hooks import on_backward
@@ -25,7 +28,6 @@ from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.dense import mean
 from gradwire.hooks.periodic.base import check_outer
-from gradwire.parallel.ddp_sink import through_sink
 from gradwire.parallel.divergence import DivergenceSchedule
 from gradwire.parallel.hook_controls import HookControls
 from gradwire.parallel.module_state import ModuleState
@@ -188,10 +190,12 @@ class Replica(HookControls):
 
     @property
     def hook(self) -> CommHook:
+        """The gradwire hook, unless a torch-style hook has been registered."""
         return self.runner.hook
 
     @property
     def weight(self) -> float:
+        """The weight of this rank's gradient under `hooks.weighted_mean()`."""
         return self.runner.weight
 
     @weight.setter
@@ -329,3 +333,61 @@ class Replica(HookControls):
         self.handles = []
         self.state.warn_when_saved(None)
         self.runner.close()
+
+
+class _Sink(torch.autograd.Function):
+    """An identity at the end of forward through which all outputs pass together, as in torch's DDP.
+
+    When only some outputs are part of the loss, backward would never reach the parameters behind the others. This node makes the
+    engine continue from each, with undefined gradients where there are none, so that every parameter's hook is called.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, clone: bool, *values: Any) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)  # None stays None
+        if clone:
+            # A loss computed in place on an output would otherwise be refused as a write into a view.
+            return tuple(v.clone() if isinstance(v, Tensor) else v for v in values)
+        return values
+
+    @staticmethod
+    @untraced_call
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return (None, *grads)
+
+
+def through_sink(output: Any, *, clone: bool) -> Any:
+    """The same structure of outputs, with every tensor that has a history passed through the sink."""
+    values, rebuild = _flatten(output)
+    passed = _Sink.apply(clone, *values)
+    kept = [v if isinstance(v, Tensor) and v.grad_fn is None else p for v, p in zip(values, passed, strict=True)]
+    return rebuild(iter(kept))
+
+
+def _flatten(output: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
+    """Flatten nested containers: (leaves, a function that rebuilds them from other leaves). Unlike pytree, handles dataclasses."""
+    leaves, structure = tree_flatten(output)
+    parts = [_flatten_fields(leaf) if _is_dataclass(leaf) else ([leaf], next) for leaf in leaves]
+
+    def rebuild(values: Iterator[Any]) -> Any:
+        return tree_unflatten([rebuild_part(values) for _, rebuild_part in parts], structure)
+
+    return [value for values, _ in parts for value in values], rebuild
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _flatten_fields(record: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
+    fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if hasattr(record, f.name)}
+    values, rebuild_part = _flatten(fields)
+
+    def rebuild(values: Iterator[Any]) -> Any:
+        # Not by its constructor, which may take other arguments than its fields, or have side effects.
+        copied = copy.copy(record)
+        for name, value in rebuild_part(values).items():
+            object.__setattr__(copied, name, value)
+        return copied
+
+    return values, rebuild

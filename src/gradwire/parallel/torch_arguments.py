@@ -14,7 +14,7 @@ from gradwire.autograd.backward_end import at_backward_end
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
-from gradwire.parallel.broadcast import broadcast_coalesced
+from gradwire.parallel.module_state import broadcast_coalesced
 from gradwire.parallel.trainable import refuse_meta_tensors
 from gradwire.policies import BucketMemory, Buckets, Buffers, MiB
 from gradwire.runtime.threads import weakly

@@ -18,9 +18,9 @@ from gradwire.errors import NotFinalizable, OverlapNotSupported, TrainingAlready
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.dense import cast, chain, mean
-from gradwire.parallel.broadcast import broadcast_coalesced
 from gradwire.parallel.join import UnevenInputs
 from gradwire.parallel.logging_data import Logger
+from gradwire.parallel.module_state import broadcast_coalesced
 from gradwire.parallel.replica import Replica
 from gradwire.reducer.machine import State
 

@@ -15,7 +15,7 @@ from gradwire.collectives import Collective
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups import Group, GroupWrapper, Work
 from gradwire.parallel import broadcast_coalesced
-from gradwire.parallel.broadcast import plan
+from gradwire.parallel.module_state import plan
 from gradwire.testing import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bfloat16, torch.complex64, torch.bool]

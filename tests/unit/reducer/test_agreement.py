@@ -68,4 +68,4 @@ def test_equal_parameters_cost_one_small_collective() -> None:
         compare_parameters(group, [A, B, C])
         return [(info.kind, info.bytes) for info in group.finished]
 
-    assert run_ranks(rank_main, 3, wrap=Recording) == [[("all_gather_into_tensor", 40)]] * 3
+    assert run_ranks(rank_main, 3, wrap=Recording) == [[("all_gather_into_tensor", 32)]] * 3

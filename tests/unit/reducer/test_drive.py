@@ -150,7 +150,7 @@ def test_a_hook_of_no_collective_is_done_at_once(alone: Driver) -> None:
 def test_launch_does_not_wait_for_a_hook_of_several_collectives(alone: Driver) -> None:
     gate = threading.Event()
     pending = launch(alone, Several(lambda turn: gate.wait(PATIENCE) or None), 1.0)
-    assert not pending._done.is_set()
+    assert not pending._future.done()
     gate.set()
     assert pending.wait().tolist() == [1.0, 1.0, 1.0]
 

@@ -8,12 +8,10 @@ caches. The setting is per thread, and a backward on CUDA is compiled in a threa
 A thread that has a pass of its own set keeps it; if torch takes lists of passes there, ours is added.
 
 Note [The order of gradients]
-Inductor reorders a graph to need less memory. An op that frees nothing may then be moved anywhere, and the computation of a
-gradient itself, on which nothing else depends, is moved to the end. So a matrix product that follows an op, in the order in which
-autograd computes, is made to depend on it, by inductor's own means for that (`control_dependencies`). Products are kernels of their
-own, but what is before and after one may be fused: where activations are computed again, with the very next product three kernels
-in a hundred could not be, and with the one after it all were. A result that only such dependencies use counts as dead, so each op
-also takes the result of the previous one.
+Inductor reorders a graph to need less memory, and moves the computation of a gradient, on which nothing else depends, to the end.
+So a matrix product that follows an op, in the order in which autograd computes, is made to depend on it, by inductor's own means
+(`control_dependencies`). Not the very next product, but the one after it: kernels around the first could not all be fused. A
+result that only such dependencies use counts as dead, so each op also takes the result of the previous one.
 
 Note [Inside a CUDA graph]
 With `mode="reduce-overhead"` kernels are recorded once and replayed, and an op in Python would run only when they are recorded.

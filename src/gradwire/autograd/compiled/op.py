@@ -5,19 +5,17 @@ graphs. It must not know buckets, or what is done with a gradient that is report
 
 Note [A compiled backward is one node]
 For the engine, a compiled graph is a single node: its gradients leave it together when all have been computed, and only then are
-they accumulated and do hooks on parameters run. So the op stands behind each gradient in the compiled backward. It computes nothing
-and copies nothing: it passes the gradient on to the listener of that parameter, while the rest of the backward still runs.
-The gradient also takes its usual way, so a listener may ignore the report.
+they accumulated and do hooks on parameters run. So the op stands behind each gradient in the compiled backward. It passes the
+gradient on to the listener of that parameter, while the rest of the backward still runs; the gradient also takes its usual way.
 
 Note [What the op does not know]
-Compiled code is shared: the twelve blocks of a model run the same code, and inductor's cache gives it to other processes. So
-nothing that belongs to a model may be part of it. The op knows the position of a gradient among the inputs of the compiled
-graph. When it runs, the engine is evaluating the node of that graph, whose edges lead to the accumulators of the inputs.
+Compiled code is shared by the blocks of a model and, through inductor's cache, by processes. So the op has only the position of a
+gradient among the inputs of the compiled graph. When it runs, the engine is evaluating the node of that graph, whose edges lead to
+the accumulators of the inputs.
 
 Note [Which reports are complete]
-A gradient in a compiled graph is the sum over all uses in that graph. The parameter may be used elsewhere as well: in another
-graph, another call of the same one, or outside the model. So a listener that acts on a report must first have checked, with
-`sole_edges`, that only one edge of the whole autograd graph leads to the parameter.
+A parameter may also be used in another graph, another call of the same one, or outside the model. So a listener that acts on a
+report must first have checked, with `sole_edges`, that only one edge of the whole autograd graph leads to the parameter.
 
 Note [Graphs of before]
 Dynamo keeps what it has compiled with the code of `forward`, which all models of a class share. So a model that has run before it
@@ -129,11 +127,7 @@ _library.impl("ready", lambda grad, *rest: grad.new_empty(0), "Meta")
 
 
 def reports() -> bool:
-    """Whether the graph that is compiled now gets the op: if any parameters are listened to.
-
-    It may belong to a model without listeners. But Dynamo uses one graph for all models of a class, and for a parameter without a
-    listener the op does nothing.
-    """
+    """Whether the graph that is compiled now gets the op: if any parameters are listened to, perhaps those of another model."""
     global _graphs_without_op
     if not _listeners:
         _graphs_without_op += 1
