@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gradwire.autograd.compiled.op import forward_begins
+from gradwire.autograd.compiled.install import forward_begins
 from gradwire.autograd.grad_hooks import on_backward
 from gradwire.autograd.graph import mark_outputs, reachable_parameters
 from gradwire.errors import LayoutError
@@ -45,7 +45,7 @@ from gradwire.policies import (
     default_checks,
 )
 from gradwire.recorder.format import RecordKind
-from gradwire.reducer import BucketLayout, Reducer
+from gradwire.reducer import BucketLayout, Reducer, ReducerOptions
 from gradwire.reducer.buckets.layout import ParameterSpec, by_size
 from gradwire.reducer.checks.nonfinite import NonFiniteChecked, NonFiniteWatch
 from gradwire.reducer.hook.runner import HookRunner
@@ -121,11 +121,13 @@ class Replica(HookControls):
             layout,
             group=group,
             runner=self.checks or self.runner,
-            keep_views=policies.gradients is Gradients.VIEWS,
-            lazy_buckets=policies.buckets.memory is BucketMemory.DURING_BACKWARD,
-            track_unused=self.graph is Graph.FIND_UNUSED,
-            skip_unused=policies.skip_unused,
-            rebuild_limits=None if self.graph is Graph.FIND_UNUSED else policies.buckets.limits,
+            options=ReducerOptions(
+                keep_views=policies.gradients is Gradients.VIEWS,
+                lazy_buckets=policies.buckets.memory is BucketMemory.DURING_BACKWARD,
+                track_unused=self.graph is Graph.FIND_UNUSED,
+                skip_unused=policies.skip_unused,
+                rebuild_limits=None if self.graph is Graph.FIND_UNUSED else policies.buckets.limits,
+            ),
         )
         self._watch_nonfinite(specs)
         self.divergence = DivergenceSchedule(default_checks().check_divergence)

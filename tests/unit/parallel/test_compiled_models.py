@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradwire.autograd.compiled import op
+from gradwire.autograd.compiled import install
 from gradwire.autograd.compiled.op import _Listener
 from gradwire.events import BucketLaunched
 from gradwire.groups import Group
@@ -259,20 +259,20 @@ def test_graphs_that_are_replayed_stay_as_they_are(monkeypatch: pytest.MonkeyPat
 def test_what_was_compiled_with_the_pass_is_kept_whenever_inductor_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that was seen before inductor's first graph is not compiled again after it; until then nothing more is done."""
     compiler, calls, forgotten = "torch._inductor.compile_fx", [], []
-    monkeypatch.setattr(op, "_graphs", op._Graphs())
-    monkeypatch.setattr(op, "_installer", lambda: lambda: calls.append("install"))
+    monkeypatch.setattr(install, "_graphs", install._Graphs())
+    monkeypatch.setattr(install, "_installer", lambda: lambda: calls.append("install"))
     monkeypatch.setattr("torch._dynamo.eval_frame.reset_code", forgotten.append)
     monkeypatch.setitem(sys.modules, "torch._inductor.config", object())
     monkeypatch.delitem(sys.modules, compiler, raising=False)
     model = Model()
     for _ in range(3):
-        op.forward_begins(model)
+        install.forward_begins(model)
     assert len(calls) == 1
     before = len(forgotten)
     assert before > 0
     monkeypatch.setitem(sys.modules, compiler, object())
     for _ in range(3):
-        op.forward_begins(model)
+        install.forward_begins(model)
     assert len(calls) == 4  # a thread may have set a pass of its own in the meantime
     assert len(forgotten) == before
 

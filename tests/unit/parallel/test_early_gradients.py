@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradwire.autograd import attach
-from gradwire.autograd.compiled import op
+from gradwire.autograd.compiled import install
 from gradwire.autograd.compiled.op import on_compiled_gradients
 from gradwire.errors import ReadyTwice
 from gradwire.events import BucketLaunched
@@ -494,11 +494,11 @@ def test_a_report_must_fit_the_parameter_and_the_graph(length: int, inputs: int,
 def test_a_torch_whose_inductor_lacks_what_the_pass_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch._inductor.config", types.ModuleType("config"))
     monkeypatch.setitem(sys.modules, "gradwire.autograd.compiled.inductor_pass", None)  # so that importing it fails
-    op._installer.cache_clear()
+    install._installer.cache_clear()
     model = torch.nn.Linear(1, 1)
     try:
-        op.forward_begins(model)
-        assert op._installer() is None
-        assert model not in op._graphs.models
+        install.forward_begins(model)
+        assert install._installer() is None
+        assert model not in install._graphs.models
     finally:
-        op._installer.cache_clear()
+        install._installer.cache_clear()

@@ -1,7 +1,7 @@
 """Reports gradients from inside a backward that torch.compile has compiled, each as soon as it has been computed.
 
-Responsible for the op `gradwire::ready`, for finding whose gradient it was given, and for having `inductor_pass.py` put it into
-graphs. It must not know buckets, or what is done with a gradient that is reported.
+Responsible for the op `gradwire::ready`, and for finding whose gradient it was given. It must not know buckets, or what is done
+with a gradient that is reported; `inductor_pass.py` puts the op into graphs.
 
 Note [A compiled backward is one node]
 For the engine, a compiled graph is a single node: its gradients leave it together when all have been computed, and only then are
@@ -16,23 +16,17 @@ the accumulators of the inputs.
 Note [Which reports are complete]
 A parameter may also be used in another graph, another call of the same one, or outside the model. So a listener that acts on a
 report must first have checked, with `sole_edges`, that only one edge of the whole autograd graph leads to the parameter.
-
-Note [Graphs of before]
-Dynamo keeps what it has compiled with the code of `forward`, which all models of a class share. So a model that has run before it
-was replicated, or another model of its class, may have left graphs that report nothing. Dynamo is made to forget them.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradwire.events import Handle
 from gradwire.runtime.dynamo import untraced_call
@@ -49,11 +43,9 @@ _library.define(
 
 _listeners: dict[int, _Listener] = {}
 """By the id of a parameter."""
-_graphs_without_op = 1
+graphs_without_op = 1
 """How many graphs were compiled without the op, as far as is known."""
 _TARGETS = "_gradwire_targets"
-_COMPILER = "torch._inductor.compile_fx"
-"""Imported when inductor compiles for the first time."""
 
 
 class _Listener:
@@ -128,66 +120,7 @@ _library.impl("ready", lambda grad, *rest: grad.new_empty(0), "Meta")
 
 def reports() -> bool:
     """Whether the graph that is compiled now gets the op: if any parameters are listened to, perhaps those of another model."""
-    global _graphs_without_op
+    global graphs_without_op
     if not _listeners:
-        _graphs_without_op += 1
+        graphs_without_op += 1
     return bool(_listeners)
-
-
-def forward_begins(model: nn.Module) -> None:
-    """What torch.compile compiles from now on reports gradients. `model` has listeners."""
-    if _COMPILER not in sys.modules and model in _graphs.models:
-        return  # as in every forward of a program that compiles nothing
-    if "torch._inductor.config" in sys.modules:  # else nothing is compiled, and to import it takes seconds
-        install = _installer()
-        if install is not None:
-            install()
-            _graphs.renew(model)
-
-
-@functools.cache
-def _installer() -> Callable[[], None] | None:
-    """None if this torch's inductor lacks what the pass needs: then gradients arrive when the compiled backward has ended."""
-    try:
-        from gradwire.autograd.compiled.inductor_pass import install
-    except ImportError:
-        return None
-    return install
-
-
-class _Graphs:
-    """The models, and the code, of which Dynamo has no graphs that report nothing. See Note [Graphs of before]."""
-
-    def __init__(self) -> None:
-        self._without_op = 0
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._code: dict[int, types.CodeType] = {}
-
-    def renew(self, model: nn.Module) -> None:
-        """Have Dynamo forget what it compiled of `model` before there was a listener."""
-        if self._without_op != _graphs_without_op:
-            self._without_op = _graphs_without_op
-            self.models.clear()
-            self._code.clear()
-        if model in self.models:
-            return
-        from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
-
-        self.models.add(model)
-        for code in _code_of(model):
-            if id(code) not in self._code:
-                self._code[id(code)] = code
-                reset_code(code)
-
-
-_graphs = _Graphs()
-
-
-def _code_of(model: nn.Module) -> Iterator[types.CodeType]:
-    """The code by which Dynamo may know a graph of `model`, or of a part of it."""
-    for module in model.modules():
-        for function in (module.forward, module._compiled_call_impl):
-            original = getattr(function, "_torchdynamo_orig_callable", function)
-            code = getattr(original, "__code__", None)
-            if code is not None:
-                yield code

@@ -1,0 +1,80 @@
+"""Before the forward of a model: what torch.compile compiles there is to report gradients.
+
+Note [Graphs of before]
+Dynamo keeps what it has compiled with the code of `forward`, which all models of a class share. So a model that has run before it
+was replicated, or another model of its class, may have left graphs that report nothing. Dynamo is made to forget them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from gradwire.autograd.compiled import op
+
+_COMPILER = "torch._inductor.compile_fx"
+"""Imported when inductor compiles for the first time."""
+
+
+def forward_begins(model: nn.Module) -> None:
+    """What torch.compile compiles from now on reports gradients. `model` has listeners."""
+    if _COMPILER not in sys.modules and model in _graphs.models:
+        return  # as in every forward of a program that compiles nothing
+    if "torch._inductor.config" in sys.modules:  # else nothing is compiled, and to import it takes seconds
+        install = _installer()
+        if install is not None:
+            install()
+            _graphs.renew(model)
+
+
+@functools.cache
+def _installer() -> Callable[[], None] | None:
+    """None if this torch's inductor lacks what the pass needs: then gradients arrive when the compiled backward has ended."""
+    try:
+        from gradwire.autograd.compiled.inductor_pass import install
+    except ImportError:
+        return None
+    return install
+
+
+class _Graphs:
+    """The models, and the code, of which Dynamo has no graphs that report nothing. See Note [Graphs of before]."""
+
+    def __init__(self) -> None:
+        self._without_op = 0
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._code: dict[int, types.CodeType] = {}
+
+    def renew(self, model: nn.Module) -> None:
+        """Have Dynamo forget what it compiled of `model` before there was a listener."""
+        if self._without_op != op.graphs_without_op:
+            self._without_op = op.graphs_without_op
+            self.models.clear()
+            self._code.clear()
+        if model in self.models:
+            return
+        from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
+
+        self.models.add(model)
+        for code in _code_of(model):
+            if id(code) not in self._code:
+                self._code[id(code)] = code
+                reset_code(code)
+
+
+_graphs = _Graphs()
+
+
+def _code_of(model: nn.Module) -> Iterator[types.CodeType]:
+    """The code by which Dynamo may know a graph of `model`, or of a part of it."""
+    for module in model.modules():
+        for function in (module.forward, module._compiled_call_impl):
+            original = getattr(function, "_torchdynamo_orig_callable", function)
+            code = getattr(original, "__code__", None)
+            if code is not None:
+                yield code
