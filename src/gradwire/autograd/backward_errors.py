@@ -102,7 +102,8 @@ def _around(original: Callback) -> Callback:
             if _compiled_autograd_is_on():
                 for refuse in COMPILED:
                     refuse(tensors)
-            all_gradients = _accumulates_all(*args)
+            _, _, create_graph, inputs = args  # grad_tensors, retain_graph, ...
+            all_gradients = not inputs and not create_graph
             if all_gradients and BEGINS:
                 endings += filter(None, [begins(tensors) for begins in BEGINS])
             result = original(tensors, *args, **kwargs)
@@ -119,12 +120,6 @@ def _around(original: Callback) -> Callback:
 
     run_backward._gradwire_original = original  # type: ignore[attr-defined]
     return run_backward
-
-
-@untraced_call
-def _accumulates_all(grad_tensors: Any, retain_graph: Any, create_graph: bool, inputs: Any) -> bool:
-    """Whether a backward with these arguments accumulates every gradient, and keeps no graph of them."""
-    return not inputs and not create_graph
 
 
 @untraced_call

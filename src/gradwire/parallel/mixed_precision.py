@@ -1,12 +1,10 @@
 """DDP's mixed precision: the module computes in a low-precision dtype, parameters and gradients stay in full precision.
 
 Note [Low precision by substitution]
-torch's DDP makes `p.data` the low-precision copy from the forward until the bucket of `p` is reduced. That replaces the
-gradient accumulator of `p`, so hooks have to be registered again in every step, gradients accumulate in low precision, and a
-forward without a backward leaves the parameters converted. Here a parameter is never written to. While the module runs, its
-`_parameters` hold `p.to(param_dtype)`, as in `torch.func.functional_call`; autograd records the conversion, so the gradient
-arrives at `p` in the dtype of `p`, and everything after that is the usual path. Buffers are substituted in the same way, and
-what the forward writes to them is copied back.
+torch's DDP makes `p.data` the low-precision copy from the forward until the bucket of `p` is reduced, which replaces the gradient
+accumulator of `p`. Here a parameter is never written to. While the module runs, its `_parameters` hold `p.to(param_dtype)`, as in
+`torch.func.functional_call`; autograd records the conversion, so the gradient arrives at `p` in the dtype of `p`, and everything
+after that is the usual path. Buffers are substituted in the same way, and what the forward writes to them is copied back.
 
 Activation checkpointing runs parts of the forward again during backward, so the substitution is repeated from the moment
 backward reaches an output of the module until that backward ends or fails.

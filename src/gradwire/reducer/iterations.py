@@ -2,12 +2,11 @@
 
 Note [Iterations]
 A rank counts the iterations that are over for its caller: those that were averaged, and those that raised. When a step fails,
-its rank aborts the group and gives the number of that iteration in the reason, which is text because text is what every kind of
-group carries to the other ranks. A rank that has not come to the end of that iteration raises the failure there, once. A
-rank that has finished it already, because everything that it needed had been sent, must not raise in the next one: ranks would
-go on one iteration apart, and the last iteration would wait for a rank that has none left. It warns instead. And since an abort
-takes time to arrive, it may hit one rank in an earlier or a later iteration than another; so when all ranks meet in recovery
-they compare their counts, and one that is behind raises in as many further iterations as the others have lost.
+its rank aborts the group and gives the number of that iteration in the reason, which is text because every kind of group carries
+text to the other ranks. A rank that has not come to the end of that iteration raises the failure there, once. A rank that has
+finished it already must not raise in the next one, or ranks would go on one iteration apart: it warns instead. And since an abort
+may hit one rank in an earlier or a later iteration than another, all ranks compare their counts in recovery, and one that is behind
+raises in as many further iterations as the others have lost.
 """
 
 from __future__ import annotations

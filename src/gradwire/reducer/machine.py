@@ -214,10 +214,9 @@ class Machine:
         """The error for gradients that have changed although their buckets had been launched."""
         return ReadyTwice(
             f"Expected to mark a variable ready only once. Reducing gradients on rank {self.rank}: those of parameters "
-            f"{self._named(indices)} have changed after their buckets had been launched. Either they were accumulated twice: "
-            "by two backwards (add up the losses, or use no_sync() for all but the last), or by several `checkpoint` "
-            "functions with use_reentrant=True around the same part of the model (use_reentrant=False, or static_graph=True, "
-            "supports that); or a hook wrote to them (use `Tensor.register_hook` on the parameter itself, which runs before them)."
+            f"{self._named(indices)} have changed after their buckets had been launched: by two backwards (use no_sync() for all "
+            "but the last), by several `checkpoint` functions with use_reentrant=True around the same part of the model (use "
+            "use_reentrant=False), or by a hook (use `Tensor.register_hook` on the parameter itself, which runs before them)."
         )
 
     def unfinished(self) -> GradwireError:

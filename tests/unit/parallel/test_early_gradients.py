@@ -280,7 +280,7 @@ def test_a_gradient_to_which_a_second_backward_adds_fails_the_step(to_none: bool
         ddp.zero_grad(set_to_none=to_none)
         first, second = ddp(batch(group.rank, 2))
         first.backward(retain_graph=True)
-        with pytest.raises(ReadyTwice, match=r"weights\.5.*accumulated twice: by two backwards"):
+        with pytest.raises(ReadyTwice, match=r"weights\.5.*launched: by two backwards"):
             second.backward()
 
     run_ranks(rank_main, 1)

@@ -43,7 +43,7 @@ class AttachedOptimizers:
         """Whether the steps of the model's optimizers are reported: by hooks, or by a caller who has promised to."""
         self.skip_if: Tensor | None = None
         """A flag on the device: if it is 1, the gradients of the last backward are bad."""
-        self._optimizers: weakref.WeakKeyDictionary[Optimizer, _StepHooks] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._number = 0
         """Of the attached optimizers, with those that have been freed."""
         self.stepped: set[int] = set()
@@ -65,6 +65,7 @@ class AttachedOptimizers:
         Optimizers that were attached before are detached: their steps would count twice.
         """
         ours = {id(p): p for p in parameters}
+        optimizers = list(dict.fromkeys(optimizers))
         for optimizer in optimizers:
             name = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else repr(optimizer)
             check_optimizer(f"attach_optimizer({name})", optimizer, ours.values(), without=_CANNOT_REPORT)
@@ -77,10 +78,10 @@ class AttachedOptimizers:
         self.stepped = set(range(self._number)) if used else set()
         self._on_step = stepped
         for index, optimizer in enumerate(optimizers):
-            hooks = self._optimizers[optimizer] = _StepHooks(self, index)
+            self._optimizers[optimizer] = index
             self._handles += [
-                Handle(optimizer.register_step_pre_hook(hooks.before_step).remove),
-                Handle(optimizer.register_step_post_hook(hooks.after_step).remove),
+                Handle(optimizer.register_step_pre_hook(self._before_step).remove),
+                Handle(optimizer.register_step_post_hook(self._after_step).remove),
             ]
 
     def detach(self) -> None:
@@ -95,8 +96,8 @@ class AttachedOptimizers:
     def _remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for optimizer, hooks in list(self._optimizers.items()):
-            FoundInfOverride.restore(optimizer, hooks)
+        for optimizer in list(self._optimizers):
+            FoundInfOverride.restore(optimizer, self)
         self._handles, self._optimizers, self._number = [], weakref.WeakKeyDictionary(), 0
         self._all_parameters = False
         self.stepped, self._round = set(), set()
@@ -140,43 +141,34 @@ class AttachedOptimizers:
         ours = [p for p in _parameters(optimizer) if id(p) in self._parameters]
         return _after_closure(args, kwargs, lambda: self._drop_bad_gradients(ours)) if ours else None
 
-    def before_attached(self, optimizer: Optimizer, hooks: _StepHooks) -> None:
-        """Before the step of an attached optimizer, and after the backward in its closure."""
+    @untraced_call
+    def _before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> Arguments | None:
+        """Before a step of an attached optimizer. If it has a closure, the backward in it is the one that is checked."""
+        FoundInfOverride.restore(optimizer, self)  # if the last step has raised
+        return _after_closure(args, kwargs, lambda: self._skip_if_bad(optimizer))
+
+    def _skip_if_bad(self, optimizer: Optimizer) -> None:
         flag = self.skip_if
         if flag is None or _is_captured(flag):
             return
-        if hooks.index in self.stepped:
+        if self._optimizers.get(optimizer) in self.stepped:
             self._drop_bad_gradients(_parameters(optimizer), again=True)
         elif _can_skip(optimizer) and not _begins(optimizer):
-            FoundInfOverride.add(optimizer, hooks, flag)
+            FoundInfOverride.add(optimizer, self, flag)
         else:
             self._drop_bad_gradients(_parameters(optimizer))
 
-    def after_attached(self, hooks: _StepHooks) -> None:
-        """After its step."""
-        self.stepped.add(hooks.index)
-        self._round.add(hooks.index)
+    @untraced_call
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        FoundInfOverride.restore(optimizer, self)
+        index = self._optimizers.get(optimizer)
+        if index is None:
+            return  # it was detached in its own closure
+        self.stepped.add(index)
+        self._round.add(index)
         if len(self._round) == self._number:
             self._round.clear()
             self._on_step()
-
-
-class _StepHooks:
-    """The hooks on the steps of one attached optimizer."""
-
-    def __init__(self, attached: AttachedOptimizers, index: int) -> None:
-        self._attached, self.index = attached, index
-
-    @untraced_call
-    def before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> Arguments | None:
-        """Returns the arguments with another closure, if there is one: its backward is the one that is checked."""
-        FoundInfOverride.restore(optimizer, self)  # if the last step has raised
-        return _after_closure(args, kwargs, lambda: self._attached.before_attached(optimizer, self))
-
-    @untraced_call
-    def after_step(self, optimizer: Any, *_: Any) -> None:
-        FoundInfOverride.restore(optimizer, self)
-        self._attached.after_attached(self)
 
 
 def _after_closure(args: Any, kwargs: dict[str, Any], do: Callable[[], None]) -> Arguments | None:

@@ -4,12 +4,11 @@ It combines the hooks on parameters, the gradients that compiled code reports ea
 know what is done with a full bucket.
 
 Note [Who calls]
-To be called for every gradient is what costs most: by the time the next one arrives the engine has pushed this code out of the
-caches. All but a few of these calls change nothing: in a step like the last one, buckets are filled by the same gradients. So once
-a step has shown which these are, all others are only appended to a list (see `autograd/grad_hooks.py`), and the state machine
-counts them, in order, when one of the few arrives, when backward ends, and when a new step begins. Nothing is missed and nothing is
-launched later: only a bucket's own last gradient can fill it, and when one of the few fills other buckets than last time, the
-order has changed and every gradient calls until the end of the step.
+To be called for every gradient is what costs most, and all but a few of these calls change nothing: in a step like the last one,
+buckets are filled by the same gradients. So once a step has shown which these are, all others are only appended to a list (see
+`autograd/grad_hooks.py`), and the state machine counts them, in order, when one of the few arrives, when backward ends, and when a
+new step begins. Nothing is launched later: only a bucket's own last gradient can fill it, and when one of the few fills other
+buckets than last time, every gradient calls until the end of the step.
 """
 
 from __future__ import annotations
