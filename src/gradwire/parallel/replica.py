@@ -313,6 +313,12 @@ class Replica(HookControls):
         self.reducer.order.limits = self._policies.buckets.limits
         self.reducer.learn_static_graph()
 
+    def check_finished(self) -> None:
+        """Raise if the last backward did not reduce every bucket."""
+        self.reducer.catch_up()
+        if self.reducer.machine.in_backward:
+            raise self.reducer.machine.unfinished()
+
     def move_to_group(self, group: Group) -> None:
         """Continue with another group. Every rank of the new group calls it, between steps."""
         self.group = self.state.group = group

@@ -164,10 +164,7 @@ class TorchSurface:
         self.replica.detach()
 
     def _check_reducer_finalized(self) -> None:
-        reducer = self.replica.reducer
-        reducer.catch_up()
-        if reducer.machine.in_backward:
-            raise reducer.machine.unfinished()
+        self.replica.check_finished()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         self.replica.sink_clones = val
