@@ -375,16 +375,15 @@ def through_sink(output: Any, *, clone: bool) -> Any:
 def _flatten(output: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
     """Flatten nested containers: (leaves, a function that rebuilds them from other leaves). Unlike pytree, handles dataclasses."""
     leaves, structure = tree_flatten(output)
-    parts = [_flatten_fields(leaf) if _is_dataclass(leaf) else ([leaf], next) for leaf in leaves]
+    parts = [
+        _flatten_fields(leaf) if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) else ([leaf], next)
+        for leaf in leaves
+    ]
 
     def rebuild(values: Iterator[Any]) -> Any:
         return tree_unflatten([rebuild_part(values) for _, rebuild_part in parts], structure)
 
     return [value for values, _ in parts for value in values], rebuild
-
-
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _flatten_fields(record: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
