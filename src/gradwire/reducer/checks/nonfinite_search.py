@@ -59,7 +59,7 @@ class Search:
     def before(self, bucket: GradBucket, narrow: torch.dtype | None) -> Look:
         """Examine gradients that will be overwritten. `narrow`: see `probe`."""
         buffer = bucket.buffer().detach()
-        if not buffer.is_cpu:
+        if not on_host(buffer):
             return Look((), self._numbers(bucket.names()), max_norms(bucket.gradients()), overflow_limit(narrow))
         if math.isfinite(probe(buffer, narrow=narrow).item()):
             return Look()
@@ -121,7 +121,7 @@ class StepCheck:
 
     def add_average(self, spec: BucketSpec, result: Tensor) -> None:
         """Examine an average; on a device, at the end of the step."""
-        if not result.is_cpu or not is_finite(result):
+        if not on_host(result) or not is_finite(result):
             self._averages.append((spec, result.detach()))
 
     def averages(self) -> list[Found]:
@@ -208,6 +208,11 @@ def in_order_of_backward(parts: Sequence[tuple[int, T]]) -> Iterable[tuple[int, 
     """
     numbers = [number for number, _ in parts]
     return reversed(parts) if numbers == sorted(numbers) else parts
+
+
+def on_host(t: Tensor) -> bool:
+    """Whether a value can be read without waiting for a device."""
+    return t.device.type == "cpu"
 
 
 def _kind(part: Tensor, element: int) -> NonFiniteKind:
