@@ -139,7 +139,7 @@ class Replica(HookControls):
         self.reducer.incomplete = functools.partial(check_not_replaced, self.state, self.names, self.parameters)
         self._last_unused: list[int] = []
         self.reducer.attach()
-        self._hook_changed()
+        self.state.warn_when_saved(None if self.runner.outer is None else self.runner)
 
     @property
     def replica(self) -> Replica:
@@ -207,9 +207,6 @@ class Replica(HookControls):
     def use_hook(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
         """Use this hook on this rank; a torch-style hook is given with its state."""
         self.runner.replace(hook)
-        self._hook_changed()
-
-    def _hook_changed(self) -> None:
         self.state.warn_when_saved(None if self.runner.outer is None else self.runner)
 
     def settings(self) -> dict[str, Any]:
