@@ -30,12 +30,7 @@ _FORMAT = """\
 
 
 def terminal_svg(*parts: RenderableType, title: str, columns: int = 80) -> str:
-    """What a terminal of so many columns would show of `parts`, as SVG.
-
-    >>> picture = terminal_svg("loss 0.5", title="gradwire demo")
-    >>> "loss&#160;0.5" in picture, "url(http" in picture
-    (True, False)
-    """
+    """What a terminal of so many columns would show of `parts`, as SVG."""
     console = Console(
         file=io.StringIO(),
         width=columns,

@@ -30,8 +30,7 @@ from gradwire.collectives import build
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
-from gradwire.interop.options import read_settings
-from gradwire.interop.process_group_base import ProcessGroupBase
+from gradwire.interop.process_group_base import ProcessGroupBase, read_settings
 from gradwire.interop.work import TorchWork
 from gradwire.runtime.dynamo import untraced
 

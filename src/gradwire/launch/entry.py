@@ -10,6 +10,7 @@ import atexit
 import functools
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from gradwire.groups.failure.store_calls import bounded
 from gradwire.groups.kinds import AUTO, check_built, default_kind, find_kind, registered_kinds
 from gradwire.groups.store.private_store import release
 from gradwire.interop.default_group import WORLD
-from gradwire.launch.environment import SharedMemory, read_checks
+from gradwire.launch.environment import read_checks, shared_memory_options
 from gradwire.launch.run_script import start_recorder
 from gradwire.launch.store import arrive, open_store, say_goodbye
 from gradwire.launch.world import World, find_world
@@ -75,17 +76,17 @@ def init(
         return known
 
 
-def _memory(kind: str, directory: str | None, room: int | None) -> SharedMemory:
+def _memory(kind: str, directory: str | None, room: int | None) -> dict[str, Any]:
     asked = None if kind == AUTO else find_kind(kind, who=f"gw.init(kind={kind!r})", also=(AUTO,))
     if (directory is not None or room is not None) and asked is not None and not asked.shares_memory:
         raise UsageError(
             f"gw.init(kind={kind!r}, directory={directory!r}, room={room!r}): this kind has no shared memory. Omit directory and "
             f"room, or choose {' or '.join(sorted(other.name for other in registered_kinds() if other.shares_memory))}."
         )
-    return SharedMemory.read(os.environ, directory=directory, room=room)
+    return shared_memory_options(os.environ, directory=directory, room=room)
 
 
-def _join(world: World, kind: str, name: str, memory: SharedMemory, *, timeout: float, meeting: float) -> Group:
+def _join(world: World, kind: str, name: str, memory: dict[str, Any], *, timeout: float, meeting: float) -> Group:
     start_recorder(world, "gw.init()")
     set_default_checks(read_checks(os.environ))
     store = open_store(world, timeout=meeting, meeting=WORLD.met)
@@ -93,7 +94,7 @@ def _join(world: World, kind: str, name: str, memory: SharedMemory, *, timeout: 
         ours = PrefixStore(f"gradwire/world/{WORLD.met}", store)
         agreed = _agree(ours, world, kind, meeting)
         found = find_kind(agreed, who=f"gw.init() on {world}, where rank 0 has chosen kind {agreed!r}")
-        options = memory.options if found.shares_memory else {}
+        options = memory if found.shares_memory else {}
         meet = PrefixStore(agreed, ours)
         built = found.build(meet, world.rank, world.size, timeout=meeting, name=name, **options)
         group = check_built(built, found, who=f"gw.init() on {world}")

@@ -79,26 +79,18 @@ def rank_environment(base: Mapping[str, str], extra: Mapping[str, str], rank: in
     return {**defaults, **inherited, **ours, **extra}
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """Options of the groups that share memory; None leaves the choice to the group."""
+def shared_memory_options(
+    environ: Mapping[str, str], *, directory: str | None = None, room: int | None = None
+) -> dict[str, Any]:
+    """Keyword arguments of groups that share memory: what the caller gave, or else the environment.
 
-    directory: str | None = None
-    room: int | None = None
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str], *, directory: str | None = None, room: int | None = None) -> SharedMemory:
-        """What the caller gave, or else the environment.
-
-        >>> SharedMemory.read({"GRADWIRE_SHM_ROOM": "2G"}, directory="/mnt/shm")
-        SharedMemory(directory='/mnt/shm', room=2147483648)
-        """
-        text = environ.get(SHM_ROOM, "")
-        return cls(directory or environ.get(SHM_DIRECTORY) or None, _bytes(text) if room is None and text else room)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"directory": self.directory, "room": self.room}
+    >>> shared_memory_options({"GRADWIRE_SHM_ROOM": "2G"}, directory="/mnt/shm")
+    {'directory': '/mnt/shm', 'room': 2147483648}
+    """
+    text = environ.get(SHM_ROOM, "")
+    if room is None and text:
+        room = _bytes(text)
+    return {"directory": directory or environ.get(SHM_DIRECTORY) or None, "room": room}
 
 
 def _bytes(text: str) -> int:

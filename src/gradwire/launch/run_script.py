@@ -16,6 +16,7 @@ import threading
 import types
 import warnings
 import zipfile
+from collections.abc import Callable
 from types import TracebackType
 
 from gradwire.errors import UsageError
@@ -41,9 +42,9 @@ def python_command(module: str, *, errors: str | None = None, observe: bool = Fa
 def main() -> None:
     """Run the file, or with -m the module, that the arguments of this process name, after options of `python_command`."""
     words = sys.argv[1:]
-    errors = None
+    save = None
     if words[0] == ERRORS:
-        errors, words = _Errors(words[1], int(os.environ["GRADWIRE_RANK"])), words[2:]
+        save, words = _save_errors(words[1], int(os.environ["GRADWIRE_RANK"])), words[2:]
     set_default_checks(read_checks(os.environ))
     observe, words = words[0] == OBSERVE, words[words[0] == OBSERVE :]
     is_module = words[0] == "-m"
@@ -74,14 +75,13 @@ def main() -> None:
     except BaseException as error:
         frames = None if error.__traceback__ is None else error.__traceback__.tb_next
         error.__traceback__ = frames
-        if errors is not None:
-            errors.save(error)
+        if save is not None:
+            save(error)
         _show_frames(error, frames)
         raise
 
 
 def _set_path(directory: str) -> None:
-    """The first entry of `sys.path`, which Python sets from the script."""
     if not sys.flags.safe_path:
         sys.path[0] = directory
 
@@ -98,26 +98,24 @@ def _show_frames(error: BaseException, frames: TracebackType | None) -> None:
     sys.excepthook = excepthook
 
 
-class _Errors:
-    """Saves exceptions of this process that nothing catches; not those of processes that it forks."""
+def _save_errors(directory: str, rank: int) -> Callable[..., None]:
+    """What saves an exception of this process; those that end threads are saved from now on. Not in processes that it forks."""
+    pid, hook = os.getpid(), threading.excepthook
 
-    def __init__(self, directory: str, rank: int) -> None:
-        self._directory, self._rank, self._pid = directory, rank, os.getpid()
-        self._hook = threading.excepthook
-        threading.excepthook = self._thread_failed
-
-    def save(self, error: BaseException, thread: str = "") -> None:
-        """What goes wrong here must not hide `error`."""
-        if os.getpid() == self._pid:
+    def save(error: BaseException, thread: str = "") -> None:
+        if os.getpid() == pid:
             try:
-                RankError.of(error, self._rank, thread=thread).save(self._directory)
-            except Exception as failure:
+                RankError.of(error, rank, thread=thread).save(directory)
+            except Exception as failure:  # which must not hide `error`
                 warnings.warn(f"gradwire run: the error of this rank is not saved: {failure}", stacklevel=2)
 
-    def _thread_failed(self, failed: threading.ExceptHookArgs) -> None:
+    def thread_failed(failed: threading.ExceptHookArgs) -> None:
         if failed.exc_value is not None and not isinstance(failed.exc_value, SystemExit):
-            self.save(failed.exc_value, failed.thread.name if failed.thread is not None else "unknown")
-        self._hook(failed)
+            save(failed.exc_value, failed.thread.name if failed.thread is not None else "unknown")
+        hook(failed)
+
+    threading.excepthook = thread_failed
+    return save
 
 
 def start_recorder(world: World, who: str) -> None:

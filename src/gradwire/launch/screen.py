@@ -13,8 +13,7 @@ import os
 import select
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 EVERY = 1.0
 """Seconds between two states of a progress bar that are shown."""
@@ -62,8 +61,7 @@ class Screen:
         return b"\x1b[%dm%s%s " % (_COLORS[rank % len(_COLORS)], text, _RESET) if self.color else text + b" "
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What to do with some bytes: `raw` goes to logs unchanged, `lines` are shown, each as a separate line."""
 
     raw: bytes

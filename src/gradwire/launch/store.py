@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
@@ -105,15 +106,13 @@ def broadcast_text(text: str, world: World, *, timeout: float) -> str:
         )
     message = bytearray(text.encode().ljust(_MPI_LENGTH))
     request = comm.Ibcast(message, root=0)
-    deadline = time.monotonic() + timeout
-    while not request.Test():  # not Wait: it has no deadline
-        if time.monotonic() >= deadline:
-            raise CollectiveTimeout(
-                f"gw.init() on {world}: rank 0 has not sent the store's address over MPI within {timeout:.3g} s. "
-                "Check that every rank calls gw.init()."
-            )
-        time.sleep(_FIRST_PAUSE)
-    return bytes(message).decode().strip()
+    for _ in _pauses(time.monotonic() + timeout):
+        if request.Test():  # not Wait: it has no deadline
+            return bytes(message).decode().strip()
+    raise CollectiveTimeout(
+        f"gw.init() on {world}: rank 0 has not sent the store's address over MPI within {timeout:.3g} s. "
+        "Check that every rank calls gw.init()."
+    )
 
 
 def _comm_world(world: World) -> Any:
@@ -172,20 +171,26 @@ def _host_at(address: Address, world: World, deadline: float, timeout: float) ->
 
 def _reach(address: Address, world: World, deadline: float, timeout: float) -> None:
     """Return when something listens at `address`."""
+    why: OSError | None = None
+    for left in _pauses(deadline):
+        try:
+            return socket.create_connection((address.host, address.port), timeout=max(0.1, left)).close()
+        except OSError as error:
+            why = error
+    advice = _OTHER_ADDRESS if world.rank == 0 and not world.hosted else _NOT_REACHED
+    raise CollectiveTimeout(
+        f"gw.init() on {world}: the store at {address} could not be reached within {timeout:.3g} s: {why}. {advice}"
+    ) from why
+
+
+def _pauses(deadline: float) -> Iterator[float]:
+    """Yields the seconds that are left, at least once, and sleeps in between."""
     pause = _FIRST_PAUSE
     while True:
-        try:
-            socket.create_connection(
-                (address.host, address.port), timeout=max(0.1, deadline - time.monotonic())
-            ).close()
+        left = deadline - time.monotonic()
+        yield left
+        if left <= pause:
             return
-        except OSError as error:
-            if time.monotonic() + pause >= deadline:
-                hosts = world.rank == 0 and not world.hosted
-                raise CollectiveTimeout(
-                    f"gw.init() on {world}: the store at {address} could not be reached within {timeout:.3g} s: {error}. "
-                    + (_OTHER_ADDRESS if hosts else _NOT_REACHED)
-                ) from error
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -206,14 +211,11 @@ def arrive(store: Store, world: World, *, timeout: float) -> None:
     # After a timeout a process may try again: it has been counted.
     if times == 1 and store.add("came", 1) == world.size:
         store.set("complete", "")
-    deadline = time.monotonic() + timeout
-    pause = _FIRST_PAUSE
-    while not store.check(["complete"]):
-        if time.monotonic() >= deadline:
-            came = {rank for rank in range(world.size) if store.check([f"came/{rank}"])}
-            raise rendezvous.absent([rank for rank in range(world.size) if rank not in came], sorted(came))
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+    for _ in _pauses(time.monotonic() + timeout):
+        if store.check(["complete"]):
+            return
+    came = {rank for rank in range(world.size) if store.check([f"came/{rank}"])}
+    raise rendezvous.absent([rank for rank in range(world.size) if rank not in came], sorted(came))
 
 
 def say_goodbye(store: Store, world: World, *, patience: float) -> None:

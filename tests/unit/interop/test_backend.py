@@ -17,7 +17,7 @@ import gradwire as gw
 from gradwire import C10dGroup, Group, Recording, ReduceOp
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.interop import GradwireProcessGroup
-from gradwire.interop.options import Settings, read_settings, translate_reduce_op
+from gradwire.interop.process_group_base import Settings, read_settings, translate_reduce_op
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import gradwire
 from gradwire.errors import UsageError
 from gradwire.groups.shared_memory.segment import default_directory
-from gradwire.launch.environment import SHM_DIRECTORY, SharedMemory
+from gradwire.launch.environment import SHM_DIRECTORY, shared_memory_options
 from gradwire.launch.world import find_world
 from gradwire.observe.rings.runs import runs_directory
 from gradwire.observe.units import size
@@ -294,7 +294,7 @@ def _unknown_interfaces(value: str, names: list[str]) -> list[str]:
 
 
 def _settings(environ: Mapping[str, str], *, several_hosts: bool) -> _Findings:
-    for read in (find_world, SharedMemory.read):
+    for read in (find_world, shared_memory_options):
         try:
             read(environ)
         except UsageError as error:
