@@ -81,8 +81,8 @@ def make(kind: str, store: Any, rank: int, timeout: float, arm: Callable[[], Non
     return group
 
 
-def end_at(point: str, end: Callable[[], None], draw: random.Random) -> None:
-    """Call `end` at a point of the rendezvous of this rank."""
+def end_at(point: str, end: Callable[[], None], draw: random.Random, *, makes_segment: bool) -> None:
+    """Call `end` at a point of the rendezvous of this rank, which may be the one that the others wait for."""
     times = draw.randrange(3)  # in groups of groups, the first, second or third time
 
     def before(owner: Any, name: str) -> None:
@@ -104,7 +104,7 @@ def end_at(point: str, end: Callable[[], None], draw: random.Random) -> None:
     elif point == "exchange":
         before(Rendezvous, "wait_until")
     elif point in ("mapping", "stopped"):
-        times = 1
+        times = 0 if makes_segment else 1  # the others receive its ticket first
         before(Rendezvous, "wait_until")
     elif point == "address":  # gloo listens and has published its address
         times = 0
@@ -143,7 +143,7 @@ def rank_main(kind: str, point: str, path: str, rank: int, victim: int, died: mm
     def arm() -> None:
         began[0] = time.monotonic()
         if rank == victim:
-            end_at(point, end, random.Random(seed))
+            end_at(point, end, random.Random(seed), makes_segment=kind == "shared_memory" and rank == 0)
 
     try:
         group = make(kind, FileStore(path, -1), rank, DEADLINE if point == "stopped" else 60.0, arm)
