@@ -1,7 +1,6 @@
 """The package has a budget of lines: volume is where defects hide.
 
-The limits are what the tree has today, so that it can only shrink. The goal is 31,000 lines of code, 45,000 in all, and 48,000 of
-tests. Lower them with every deletion. They rise only by an issue that says so.
+The limits rise only by an issue that says so.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ SOURCE = ROOT / "src" / "gradwire"
 FILES = sorted(SOURCE.rglob("*.py"))
 TREES = {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text()) for path in FILES}
 
-CODE_LINES = 34_450
-PHYSICAL_LINES = 50_550
+CODE_LINES = 31_000
+PHYSICAL_LINES = 45_000
 SHARE_OF_TEXT = 0.28
-TEST_LINES = 50_350
+TEST_LINES = 48_000
 
 _NO_CODE = {
     tokenize.COMMENT,
