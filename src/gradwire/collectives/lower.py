@@ -149,7 +149,12 @@ def _pack(tensors: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _unpack(buffer: Tensor, tensors: list[Tensor]) -> None:
-    torch._foreach_copy_(tensors, torch._C._nn.unflatten_dense_tensors(buffer, tensors))
+    pieces = torch._C._nn.unflatten_dense_tensors(buffer, tensors)
+    if buffer.dtype.itemsize > 1 and (buffer.is_floating_point() or buffer.is_complex()):
+        torch._foreach_copy_(tensors, pieces)
+        return
+    for tensor, piece in zip(tensors, pieces, strict=True):  # torch.foreach_copy_ lacks some integers on CUDA
+        tensor.copy_(piece)
 
 
 def _all_reduce_by_exchange(op: Collective, low: Lowering) -> Program:
