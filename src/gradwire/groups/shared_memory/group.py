@@ -261,7 +261,12 @@ def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room
             raise GroupError(
                 f"{group}: rank 0 has made a segment for {ticket.ranks} ranks. Give all ranks the same size."
             )
-        segment = Segment.join(ticket)
+        try:
+            segment = Segment.join(ticket)
+        except GroupError:
+            rendezvous.all_processes()
+            rendezvous.check()  # rank 0 may have ended: then that is what to raise
+            raise
         plan = SegmentPlan(size, segment.nbytes, chunk)
     group.ledger.identify(derived_id(ticket.token))
     return segment, plan
