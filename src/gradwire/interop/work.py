@@ -26,14 +26,15 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from gradwire.collectives import OpKind
-from gradwire.errors import UsageError
+from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups.completion import WorkInfo
 from gradwire.groups.work import Work, seconds
 from gradwire.runtime.dynamo import untraced
 
 KEPT, _SMALL = 64, 4096
 
-OpType: Any = c10d.OpType  # type: ignore[attr-defined]  # torch's stubs leave it out
+OpType: Any = c10d.OpType  # type: ignore[attr-defined]  # torch's stubs leave both out
+WorkResult: Any = c10d.WorkResult  # type: ignore[attr-defined]
 
 NAMES = {
     OpKind.ALL_REDUCE: "ALLREDUCE",
@@ -145,6 +146,18 @@ class TorchWork(dist.Work):
             with suppress(Exception):
                 self._future.wait()  # another thread may be completing it
         return self._future
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """A Future of a WorkResult as a number. It never fails: its value is how the operation ended."""
+        return torch.futures.collect_all([work.get_future() for work in self.works]).then(self._work_result)
+
+    def _work_result(self, _: object) -> int:
+        error = self.exception()
+        if error is None:
+            return int(WorkResult.SUCCESS)
+        if isinstance(error, CollectiveTimeout):
+            return int(WorkResult.TIMEOUT)
+        return int(WorkResult.COMM_ERROR if isinstance(error, GroupError) else WorkResult.UNKNOWN)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {', '.join(repr(work) for work in self.works)}>"

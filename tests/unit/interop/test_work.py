@@ -106,6 +106,18 @@ def test_the_future_of_a_failed_work_has_failed_for_c_plus_plus_too(pair: list[G
         again.wait()
 
 
+def test_the_work_result_as_a_future(pair: list[GradwireProcessGroup]) -> None:
+    well = pair[0].barrier()
+    pair[1].barrier()
+    late = pair[0].barrier(OVER_IN_SHORT)
+    with pytest.raises(CollectiveTimeout):
+        late.wait()
+    aborted = pair[0].barrier()
+    pair[0].abort()
+    results = [c10d.WorkResult(work.get_future_result().wait()).name for work in (well, late, aborted)]
+    assert results == ["SUCCESS", "TIMEOUT", "COMM_ERROR"]
+
+
 # -- sources, several at once --------------------------------------------------------------------------------------------
 
 
