@@ -220,6 +220,7 @@ class Replica(HookControls):
         self.use_hook(settings["hook"])
         if settings["state"] is not None:
             self.runner.restore(settings["state"])
+            self._expect_order(settings["state"])  # in the first buckets a hook may choose other elements
         self.weight = settings["weight"]
 
     # -- a step --------------------------------------------------------------------------------------------------------

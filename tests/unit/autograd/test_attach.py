@@ -216,7 +216,7 @@ def test_non_callables_are_refused_at_registration(thing: Any) -> None:
         lambda: after_accumulate(w, thing),
         lambda: before_node(y.grad_fn, thing),
         lambda: after_node(y.grad_fn, thing),
-        lambda: attach(model, "*", Kind.ON_GRAD, thing),
+        *(lambda kind=kind: attach(model, "*", kind, thing) for kind in Kind),
     ):
         with pytest.raises(UsageTypeError, match="not callable"):
             register()

@@ -275,8 +275,9 @@ def test_who_attaches_again_does_not_count_twice(group: Group, face: str) -> Non
 def test_what_is_no_optimizer_of_this_model_is_refused(group: Group) -> None:
     model = copy.deepcopy(NET)
     replica = replicate(model, group=group, hook=local_sgd(every=2))
-    with pytest.raises(UsageTypeError, match=r"not a torch\.optim\.Optimizer"):
-        replica.attach_optimizer(model)  # type: ignore[arg-type]
+    for wrong in (model, [torch.optim.SGD(model.parameters(), lr=0.1)]):
+        with pytest.raises(UsageTypeError, match=r"not a torch\.optim\.Optimizer"):
+            replica.attach_optimizer(wrong)  # type: ignore[arg-type]
     with pytest.raises(
         UsageTypeError, match=r"attach_optimizer\(None\): .* without such a hook, nothing need be attached"
     ):

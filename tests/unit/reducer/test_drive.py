@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from gradwire.errors import CollectiveTimeout, GroupAborted, HookError
 from gradwire.groups import Group, Recording, ThreadGroup
 from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, mean
 from gradwire.hooks.pump import pump
-from gradwire.reducer.hook.driver import Driver
+from gradwire.reducer.hook.driver import Driver, _OnLane
 from gradwire.testing import run_ranks
 
 PATIENCE = 120.0
@@ -202,6 +203,29 @@ def test_grad_mode_is_off_on_the_lane(alone: Driver) -> None:
     modes = []
     launch(alone, Several(lambda turn: modes.append(torch.is_grad_enabled())), 1.0).wait()
     assert modes == [False, False, False]
+
+
+def test_a_result_of_the_lane_is_there_only_after_its_event_was_recorded(alone: Driver) -> None:
+    """To wait for an event of CUDA that was not recorded yet does nothing."""
+    started, early = threading.Event(), []
+
+    class SideStream:
+        value: Tensor
+
+        @contextlib.contextmanager
+        def here(self) -> Iterator[None]:
+            assert started.wait(PATIENCE)
+            yield
+            early.append(pending._future.done())
+
+        def wait(self) -> Tensor:
+            return self.value
+
+    turn, side = Turn(spec(0), 0, 1, donated=True), cast("Any", SideStream())
+    pending = _OnLane(mean().reduce(torch.ones(3), None, turn), alone.group, alone._lane, turn, side)
+    started.set()
+    assert pending.wait().tolist() == [1.0, 1.0, 1.0]
+    assert early == [False]
 
 
 # -- failures and ends ---------------------------------------------------------------------------------------------------

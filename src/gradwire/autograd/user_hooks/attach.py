@@ -103,6 +103,7 @@ def attach(module: torch.nn.Module, pattern: str, kind: Kind | str, fn: Hook) ->
         kind = Kind(kind)
     except ValueError:
         raise UsageError(f"attach(..., kind={kind!r}): the kinds are {', '.join(k.value for k in Kind)}.") from None
+    require_callable(fn, kind, f"the parameters named {pattern!r}")
     matches = _matching(module, pattern)
     frozen = [name for name, parameter in matches.items() if not parameter.requires_grad]
     if frozen:

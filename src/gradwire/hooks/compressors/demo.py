@@ -81,8 +81,8 @@ def cosines(length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tens
     index = torch.arange(length, dtype=torch.float64, device="cpu")
     basis = torch.cos(math.pi / length * (index + 0.5) * index.view(-1, 1)) * math.sqrt(2 / length)
     basis[0] *= math.sqrt(0.5)
-    basis = basis.to(device, dtype)
-    return basis, basis.T.contiguous()
+    # Copied from the host, which waits: it is used on other streams than the first.
+    return basis.to(device, dtype), basis.T.contiguous().to(device, dtype)
 
 
 def turned(tiles: Tensor, first: Tensor, second: Tensor) -> Tensor:

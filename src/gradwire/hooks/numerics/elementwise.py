@@ -31,8 +31,12 @@ def real(flat: Tensor) -> Tensor:
 
 
 def _norm(flat: Tensor) -> Tensor:
-    """The Euclidean norm of real numbers in float64, where squares of 1e20 do not overflow; NaN if it is not finite."""
-    norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
+    """The Euclidean norm of real numbers in float64, in which squares of float32 do not overflow; NaN if it is not finite."""
+    if flat.dtype == torch.float64 and flat.numel():
+        largest = flat.abs().amax().clamp(min=torch.finfo(flat.dtype).tiny)
+        norm = torch.linalg.vector_norm(flat / largest) * largest
+    else:
+        norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
     return torch.where(norm.isfinite(), norm, torch.nan)
 
 

@@ -65,10 +65,10 @@ class AttachedOptimizers:
         Optimizers that were attached before are detached: their steps would count twice.
         """
         ours = {id(p): p for p in parameters}
-        optimizers = list(dict.fromkeys(optimizers))
         for optimizer in optimizers:
             name = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else repr(optimizer)
             check_optimizer(f"attach_optimizer({name})", optimizer, ours.values(), without=_CANNOT_REPORT)
+        optimizers = list(dict.fromkeys(optimizers))
         used = self.skip_if is not None and self._all_stepped
         self._remove()
         self.attached = True

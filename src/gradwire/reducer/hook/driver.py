@@ -196,9 +196,11 @@ class _OnLane:
             try:
                 there = ordered.here() if ordered else contextlib.nullcontext()
                 with torch.no_grad(), there, writer.within(place):
-                    self._future.set_result(_run(reduction, _on(group, group.run)))
+                    value = _run(reduction, _on(group, group.run))
             except BaseException as error:
                 self._future.set_exception(error)
+            else:  # not before `there` has recorded the event for which the stream of the waiter waits
+                self._future.set_result(value)
 
         lane.put(job)
 
