@@ -13,7 +13,7 @@ _WIDTH = 16
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each on a normalized residual stream. Not the demo's: `--against` compares packages with one model."""
+    """Attention, then an MLP, each on a normalized residual stream. Not from the package: `--against` runs two versions of that."""
 
     def __init__(self, *, width: int, heads: int, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, str] = {
     "trace": "merge what all ranks of a run did into one trace",
 }
 """The modules of this package that are subcommands, and what each does."""
+_MOVED = ("bench", "lab")
 _USAGE = 2  # as in argparse
 _INTERRUPTED = 130  # 128 + SIGINT, as in shells
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -43,6 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
 
     def run(args: argparse.Namespace) -> int:
+        if words and words[0] in _MOVED:
+            what = next((word for word in words[1:] if not word.startswith("-")), "WHAT")
+            print(
+                f"gradwire {words[0]} has moved: run python -m benchmarks {what} in a clone of gradwire.",
+                file=sys.stderr,
+            )
+            return _USAGE
         parser, command = _parser(words)
         parse(parser, words, args)
         code: int = command.run(args)
