@@ -4,7 +4,8 @@ Note [No orphans]
 Signals go to the rank's process group, so what a rank has started (data loader workers) ends with it. The group's leader is a
 guardian: a shell with all signals blocked that reads from a pipe whose other end only the launcher holds. When the pipe closes,
 also because the launcher was killed, the guardian kills the whole group. It is started before the rank, so no rank is without one,
-and while it lives the group's id is not reused. A rank that has ended is reaped only after its group has been killed.
+and while it lives the group's id is not reused. A rank that has ended is reaped only after its group has been killed. A rank may
+call setpgrp or setsid; then the group that it leads is treated the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
-_GUARD = ["/bin/sh", "-c", "read -r line; kill -KILL 0"]
+_GUARD = ["/bin/sh", "-c", "read -r rank; read -r line; kill -s KILL -- -$rank; kill -s KILL 0"]
 
 
 class _Guardian:
@@ -35,6 +36,11 @@ class _Guardian:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             os.close(theirs)
         self.pid = self._process.pid
+
+    def protect(self, rank: int) -> None:
+        """End the group that the process `rank` leads too, if it starts one."""
+        with suppress(BrokenPipeError):  # it was killed
+            os.write(self._pipe, b"%d\n" % rank)
 
     def release(self) -> None:
         """End its group, and reap it."""
@@ -74,6 +80,7 @@ class RankProcess:
         assert self._process.stderr is not None
         self.stdout, self.stderr = self._process.stdout, self._process.stderr
         self.pid = self._process.pid
+        self._guardian.protect(self.pid)
         self.ended = os.pidfd_open(self.pid)
         """A descriptor that becomes readable once the process has ended, even if another process holds its pipes."""
         for pipe in (self.stdout, self.stderr):
@@ -85,13 +92,14 @@ class RankProcess:
 
     def send(self, number: int) -> None:
         """Send a signal to the rank and the processes it has started."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._guardian.pid, number)
+        for group in (self._guardian.pid, self.pid):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, number)
 
     def companions(self) -> list[int]:
         """Processes of the rank's group that still run, except the rank and its guardian."""
-        group, ours = self._guardian.pid, (self.pid, self._guardian.pid)
-        return [pid for pid, of, state in _processes() if of == group and pid not in ours and state not in "ZX"]
+        ours = (self.pid, self._guardian.pid)
+        return [pid for pid, group, state in _processes() if group in ours and pid not in ours and state not in "ZX"]
 
     def release(self) -> None:
         """Kill what is left of its group, reap it, and close its descriptors."""

@@ -37,10 +37,13 @@ def test_what_a_rank_started_neither_holds_the_launcher_up_nor_outlives_it(launc
         wait_for_exit(pid)
 
 
-def test_what_a_stopped_rank_started_gets_the_signal_too(launch):
-    code, out, _ = launch(
-        """
+@pytest.mark.parametrize("leave", ["pass", "os.setpgrp()", "os.setsid()"])
+def test_a_stopped_rank_and_what_it_started_get_the_signal(launch, leave):
+    """Also where the rank has left the group of its guardian."""
+    code, out, err = launch(
+        f"""
         if rank == 0:
+            {leave}
             child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
             print("child", child.pid)
             mark("child")
@@ -50,17 +53,19 @@ def test_what_a_stopped_rank_started_gets_the_signal_too(launch):
         """
     )
     assert code == 3
+    assert b"rank 0 was stopped" in err
     (pid,) = map(int, re.findall(rb"child (\d+)", out))
     wait_for_exit(pid)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-@pytest.mark.parametrize("thread", [False, True])
-def test_what_ranks_started_ends_with_a_launcher_that_is_killed(tmp_path, thread, stopped):
-    """Also where the ranks ignore what can be ignored, where they are stopped, and where a thread started them."""
+@pytest.mark.parametrize(("thread", "leave"), [(False, "pass"), (True, "pass"), (False, "os.setsid()")])
+def test_what_ranks_started_ends_with_a_launcher_that_is_killed(tmp_path, thread, leave, stopped):
+    """Also where ranks ignore what can be ignored, are stopped, were started by a thread, or have left their guardian's group."""
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, signal, subprocess, time\n"
+        f"{leave}\n"
         "for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\n"
         "child = subprocess.Popen(['sleep', '100'])\n"
         "print(os.getpid(), child.pid, flush=True)\n"
