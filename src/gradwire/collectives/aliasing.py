@@ -12,8 +12,10 @@ Where an input is exactly the place that the rank's own part of the result has i
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -56,11 +58,13 @@ def apart(op: Op, rank: int) -> Op:
     inputs, outputs = op.inputs, op.outputs
     if outputs is inputs or not outputs or not inputs:
         return op
-    spans = list(enumerate(map(span, outputs)))
+    spans = sorted((*span(t), j) for j, t in enumerate(outputs))
+    reaches = list(accumulate((high for _, high, _ in spans), max))  # how far an output reaches, or one before it
     copied: list[Tensor] | None = None
     for i, t in enumerate(inputs):
         start, end = span(t)
-        if not all(_in_place(op, i, j, rank) for j, (low, high) in spans if low < end and start < high):
+        near = spans[bisect_right(reaches, start) : bisect_left(spans, (end,))]
+        if not all(_in_place(op, i, j, rank) for _, high, j in near if start < high):
             copied = copied or list(inputs)
             copied[i] = t.detach().clone()
     return op if copied is None else replace(op, inputs=tuple(copied))

@@ -153,6 +153,9 @@ class TorchDdpHook:
 
     __call__.__annotations__.clear()  # torch rejects a hook whose annotations are strings, as they are in this module
 
+    def __deepcopy__(self, memo: object) -> TorchDdpHook:
+        return self  # like a function: copies of DDP, as torch's AveragedModel makes them, hold the same hook
+
     # -- between steps ---------------------------------------------------------------------------------------------------
 
     def hook_state_dict(self) -> dict[str, Any]:

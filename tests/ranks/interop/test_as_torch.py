@@ -1,5 +1,6 @@
 """gradwire's hooks inside torch's own DDP."""
 
+import copy
 import inspect
 import threading
 from collections.abc import Callable
@@ -67,6 +68,7 @@ def test_the_same_parameters_as_plain_ddp(torch_world: Callable[..., Any]) -> No
                 model.register_comm_hook(None, as_torch_hook(hook, group, named_parameters=model.named_parameters()))
                 done[name] = train(model, group.rank)
                 assert len(model._get_ddp_logging_data()["comm_hook"]) > 0
+                assert copy.deepcopy(model)._comm_hooks == model._comm_hooks  # as AveragedModel does
         return done
 
     a, b = run_ranks(rank_main, 2, kind="gloo")

@@ -443,6 +443,12 @@ def test_a_pool_of_its_own_ends_its_workers(capfd: pytest.CaptureFixture[str]) -
     assert (captured.out, captured.err) == ("rank 0\n", "rank 1\n")
 
 
+def test_a_call_inside_another_one_on_the_same_pool_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradwire.testing.pool.pool.TURN_LIMIT", 0.1)
+    with RankPool() as pool, pytest.raises(GroupError, match="another call on this pool has not ended"):
+        pool.run(lambda context: context.report(1), 1, on_report=lambda _: pool.run(lambda context: None, 1))
+
+
 def test_a_worker_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with RankPool() as pool, pytest.raises(GroupError, match="that of rank 0 exited with code 1"):

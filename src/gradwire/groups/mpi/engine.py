@@ -4,8 +4,8 @@ Note [Which thread makes progress]
 MPI moves bytes only while a thread calls it. A caller that waits tests its own requests, which moves all others too. Operations
 without a waiter, such as the buckets of a backward that still runs, are left to the engine's thread. It is not woken by a submit,
 which would hand the interpreter lock back and forth for every small operation; it polls, every tenth of a millisecond while
-something young is in flight, less often otherwise, and ends when nothing has been in flight for a while. It starts and ends as the
-watchdog does (see Note [Starting and ending without a lost operation] in groups/failure/watchdog.py).
+something young is in flight, less often otherwise, and ends when nothing has been in flight for a while. It first sets `_running`
+to False and then checks what is in flight; `post` first registers its operation and then checks `_running`: one sees the other.
 
 Note [Which ranks have joined]
 A rank sends the others the number of collectives it has joined when one of them asks, when an operation of its own has been in

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from gradwire.errors import ClosedError, GroupError, InternalError, UsageTypeError
@@ -32,6 +32,7 @@ from gradwire.testing.pool.protocol import (
     LEFTOVER_GRACE,
     MESSAGE_LIMIT,
     START_LIMIT,
+    TURN_LIMIT,
     Answer,
     Ended,
     Fate,
@@ -88,7 +89,7 @@ class RankPool:
 
         Each report of a rank goes to `on_report` and extends the timeout. Raises only for problems of the pool itself.
         """
-        with self._turns:
+        with self._turn():
             if not self._finalizer.alive:
                 raise ClosedError(f"{self}: the pool is closed. Make a new one.")
             self._staff(n)
@@ -113,6 +114,15 @@ class RankPool:
                 self._discharge([worker for worker in workers if worker.spoilt or worker.wait(0) is not None])
                 for store in self._stores:
                     store.delete([key for key in store.list_keys() if key.startswith(f"{name}/")])
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if not self._turns.acquire(timeout=TURN_LIMIT):
+            raise GroupError(f"{self}: another call on this pool has not ended within {TURN_LIMIT:.0f} s.")
+        try:
+            yield
+        finally:
+            self._turns.release()
 
     # -- starting and ending workers -----------------------------------------------------------------------------------
 
@@ -153,7 +163,7 @@ class RankPool:
 
     def close(self) -> None:
         """End all workers and wait for them. Closing twice is a no-op."""
-        with self._turns:
+        with self._turn():
             self._finalizer()
 
     def __enter__(self) -> RankPool:

@@ -36,6 +36,8 @@ LEFTOVER_GRACE = 3.0
 """Seconds that a rank's leftovers may take to disappear by themselves."""
 MESSAGE_LIMIT = 30.0
 """Seconds within which a partly received message must make progress."""
+TURN_LIMIT = 900.0
+"""Seconds that a call waits for the calls of other threads on the same pool."""
 
 
 class Fate(Enum):
