@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 import gradwire as gw
 from gradwire import hooks
 
-group = gw.init()  # under gradwire run, torchrun, mpirun or srun; alone, a world of one
+group = gw.init()  # under gradwire run, torchrun, mpirun or srun; alone, a world of size 1
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
 model = gw.DistributedDataParallel(model)
