@@ -313,6 +313,10 @@ class ReducerCompat:
     def _ddp_graph_static(self) -> bool:
         return self._replica.reducer.order.graph_seems_static
 
+    def _rebuild_buckets(self) -> bool:
+        """Lightning calls it before `manual_backward`."""
+        return self._replica.reducer.rebuild()
+
     def _set_optimizer_in_backward(self) -> None:
         self._replica.reducer.leave_gradients = True
 
