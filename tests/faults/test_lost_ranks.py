@@ -6,6 +6,7 @@ import signal
 import textwrap
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,10 +248,12 @@ def test_the_same_over_mpi() -> None:
     assert run_ranks(receive_alone, 2, kind="mpi")[0] < DEADLINE / 2
 
 
-def _without_descriptors(group: Group) -> tuple[float, str]:
+def _without_descriptors(group: Group, *, killed: bool = False) -> tuple[float, str]:
     group.barrier()
     if group.rank != 0:
         time.sleep(2.5)  # the operation is slow, and rank 0 looks for the others
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
     held: list[int] = []
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if group.rank == 0:
@@ -270,12 +273,16 @@ def _without_descriptors(group: Group) -> tuple[float, str]:
         for fd in held:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        group.barrier()
+        if not killed:
+            group.barrier()
 
 
 @pytest.mark.parametrize("kind", ["gloo", "hierarchical", "shared_memory"])
-def test_a_rank_without_descriptors_loses_nobody(kind: str) -> None:
+def test_a_rank_without_descriptors_loses_only_who_has_died(kind: str) -> None:
     assert run_ranks(_without_descriptors, 2, kind=kind) == [(2.0, "")] * 2
+    (_, error), _ = run_ranks(partial(_without_descriptors, killed=True), 2, kind=kind, lost=(1,))
+    assert error.startswith("PeerLost(")
+    assert "rank=1" in error or "rank 1" in error
 
 
 SCRIPT = """

@@ -46,8 +46,11 @@ def is_dead(pid: int, start: str) -> bool:
         facts = _stat(pid)
     except (FileNotFoundError, ProcessLookupError):
         return True
-    except OSError:  # perhaps this process has no file descriptors left
-        return False
+    except OSError:
+        try:  # Perhaps this process has no file descriptors left. A link is read without one, and a zombie has no program.
+            return not os.readlink(f"/proc/{pid}/exe")
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)
     return bool(facts) and (facts[0] in "ZX" or (bool(start) and facts[19] != start))
 
 

@@ -6,8 +6,7 @@ pages when an operation has been in flight for a while.
 
 Note [Dead, or only silent]
 A rank counts as dead only on proof: its process, on this host, is gone or a zombie, or it wrote that it left, or another rank wrote
-that it is lost. A rank that computes, or is stopped in a debugger, is silent too, and a process cannot be inspected when this one
-has no file descriptors left.
+that it is lost. A rank that computes, or is stopped in a debugger, is silent too.
 
 Note [Membership traffic]
 Nothing is written or read for operations that finish at once. A rank writes its count of collectives when one of them is slow, and
