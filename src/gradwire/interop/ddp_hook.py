@@ -211,7 +211,9 @@ def _as_exception(error: BaseException, hook: CommHook, spec: BucketSpec) -> Exc
     if isinstance(error, Exception):
         return error
     text = f"communication hook {hook!r} on {spec}: ended by {type(error).__name__}: {error}. Find out what raised it."
-    return HookError(text, hook=repr(hook))
+    ended = HookError(text, hook=repr(hook))
+    ended.__cause__ = error
+    return ended
 
 
 class StepChecks:

@@ -184,14 +184,14 @@ def _reach(address: Address, world: World, deadline: float, timeout: float) -> N
 
 
 def _pauses(deadline: float) -> Iterator[float]:
-    """Yields the seconds that are left, at least once, and sleeps in between."""
+    """Yields the seconds that are left, the last time at the deadline, and sleeps in between."""
     pause = _FIRST_PAUSE
     while True:
         left = deadline - time.monotonic()
         yield left
-        if left <= pause:
+        if left <= 0:
             return
-        time.sleep(pause)
+        time.sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 

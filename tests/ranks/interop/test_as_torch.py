@@ -215,8 +215,9 @@ def test_whatever_ends_a_reduction_reaches_torchs_future(group: Group) -> None:
     over = threading.Event()
     future.add_done_callback(lambda _: over.set())
     assert over.wait(100)
-    with pytest.raises(HookError, match=r"ended by KeyboardInterrupt: enough"):
+    with pytest.raises(HookError, match=r"ended by KeyboardInterrupt: enough") as caught:
         future.value()
+    assert isinstance(caught.value.__cause__, KeyboardInterrupt)
 
 
 def test_it_needs_no_result_of_several_collectives_to_return() -> None:

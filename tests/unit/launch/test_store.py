@@ -200,8 +200,10 @@ def test_a_store_that_ends_while_ranks_wait_is_an_error_of_ours():
 
 def test_arriving_names_who_is_missing(capfd):
     store = host_store()
+    began = time.monotonic()
     with pytest.raises(CollectiveTimeout, match=r"ranks \[0, 2\] did not arrive within 0.2 s") as caught:
         arrive(store, world(1, 3), timeout=0.2)
+    assert time.monotonic() - began >= 0.2
     assert (caught.value.joined, caught.value.missing) == ((1,), (0, 2))
     assert capfd.readouterr().err == ""
 
