@@ -77,9 +77,8 @@ def encode(signature: Signature, *, limit: int = LIMIT) -> bytes:
     fields: list[Any] = [signature.kind.value, signature.shapes, signature.dtypes, reduce_op]
     fields += [signature.root, signature.peer, signature.tag, signature.scope.value, signature.label]
     data = json.dumps(fields, separators=(",", ":")).encode()
-    if len(data) > limit and signature.shapes:
-        short = replace(signature, shapes=(), dtypes=(), label=f"{len(signature.shapes)} tensors")
-        return encode(short, limit=limit)
+    if len(data) > limit:
+        return encode(replace(signature, shapes=(), dtypes=(), label=f"{len(signature.shapes)} tensors"))
     return data
 
 

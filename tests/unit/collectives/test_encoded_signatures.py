@@ -36,6 +36,7 @@ def test_many_tensors_are_described_by_their_number() -> None:
     data = encode(signature, limit=200)
     assert len(data) <= 200
     assert decode(data, rank=0).label == "1000 tensors"
+    assert len(encode(Signature(OpKind.BARRIER, label="long" * 100), limit=200)) <= 200
 
 
 class Bomb:
