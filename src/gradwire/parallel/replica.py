@@ -213,14 +213,16 @@ class Replica(HookControls):
         """The hook, its state and the weight, for a copy or a pickle of the model."""
         torch_hook = self.runner.torch_hook
         state = None if torch_hook is not None else self.hook_state_dict()
-        return {"hook": torch_hook or self.hook, "state": state, "weight": self.weight}
+        order = self.reducer.order.names(self.reducer.layout) if self.reducer.order.rebuilt else None
+        return {"hook": torch_hook or self.hook, "state": state, "weight": self.weight, "order": order}
 
     def restore(self, settings: Mapping[str, Any]) -> None:
         """Apply `settings()` of the model this one was copied from. Local: one rank may make a copy without the others."""
+        if settings["order"] is not None and not self.reducer.used.learning:
+            self.reducer.rebuild(order=settings["order"])  # in the first buckets a hook may choose other elements
         self.use_hook(settings["hook"])
         if settings["state"] is not None:
             self.runner.restore(settings["state"])
-            self._expect_order(settings["state"])  # in the first buckets a hook may choose other elements
         self.weight = settings["weight"]
 
     # -- a step --------------------------------------------------------------------------------------------------------

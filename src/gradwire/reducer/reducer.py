@@ -114,11 +114,16 @@ class Reducer:
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
-    def rebuild(self) -> bool:
-        """After the first step: assign the parameters to buckets in the order in which rank 0's gradients arrived."""
+    def rebuild(self, *, order: Sequence[str] | None = None) -> bool:
+        """After the first step: assign the parameters to buckets in the order in which rank 0's gradients arrived.
+
+        A collective, unless an `order` is given that all ranks have: that of the model of which this one is a copy.
+        """
         if self.machine.state is State.RUNNING:
             return False
-        layout = self.order.rebuild(self.group, self.device)
+        if order is not None:
+            self.order.expect(order)
+        layout = self.order.rebuild(self.group if order is None else None, self.device)
         if layout is None:
             return False
         self._use_layout(layout)

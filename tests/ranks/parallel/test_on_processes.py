@@ -272,8 +272,8 @@ def test_a_copy_keeps_mixed_precision_hook_state_and_weight(torch_world: Callabl
 
             for number in range(3):
                 step(ddp, number)
-            if group.rank == 0:  # it takes no other rank
-                duplicate(ddp, how)
+            if group.rank == 0:  # it takes no other rank, and no step of one
+                duplicate(ddp, how)(models.inputs(0, 0))
             copied = duplicate(ddp, how)
             assert copied.replica.weight == 3.0
             assert repr(copied.replica.hook) == repr(ddp.replica.hook)

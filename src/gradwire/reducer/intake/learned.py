@@ -55,12 +55,16 @@ class BucketOrder:
         self.rebuilt = False
         self._learned = None
 
-    def rebuild(self, group: Group, device: torch.device) -> BucketLayout | None:
-        """Buckets in the order in which rank 0's gradients arrived; None before it is known, and once `rebuilt`. A collective."""
+    def rebuild(self, group: Group | None, device: torch.device) -> BucketLayout | None:
+        """Buckets in the order in which rank 0's gradients arrived; None before it is known, and once `rebuilt`. A collective.
+
+        Without a group, in the order that was learned, which is then the same on all ranks.
+        """
         if self.rebuilt or self.limits is None or self._learned is None:
             return None
         order = torch.tensor(self._learned, dtype=torch.int64, device=device)
-        group.submit(broadcast(order, src=0, label="bucket order")).wait()
+        if group is not None:
+            group.submit(broadcast(order, src=0, label="bucket order")).wait()
         return BucketLayout.make(self._parameters, by_size(self._parameters, self.limits, order=order.tolist()))
 
     def unused_nbytes(self) -> int:
