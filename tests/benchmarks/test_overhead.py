@@ -52,7 +52,7 @@ def test_it_measures_all_variants_and_writes_every_round(capsys, tmp_path):
         assert re.search(rf"^│ {name} +│ +[\d.]+ │", out, re.M), name
     # Of few steps, torch's overhead may be lost in noise, which is said instead.
     assert (
-        len(re.findall(r"gradwire's overhead (is [\d.]+ of|cannot be compared with) torch's", " ".join(out.split())))
+        len(re.findall(r"gradwire's overhead (is -?[\d.]+ of|cannot be compared with) torch's", " ".join(out.split())))
         == 2
     )
     data = json.loads(file.read_text())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -252,6 +252,9 @@ shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(chain=chains, shapes=shapes, ranks=st.integers(1, 5), seed=st.integers(0, 999))
+@example(
+    Chain(("cast to bfloat16", "random_k"), "quantize 2, stochastic", feedback=False), [(0,), (), (9, 6), ()], 5, 613
+)  # slow
 def test_random_chains_on_random_buckets_obey_the_laws(
     chain: Chain, shapes: list[tuple[int, ...]], ranks: int, seed: int
 ) -> None:
