@@ -113,7 +113,7 @@ def _rank_lines(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack],
     own = user_line(stacks[0].frames, rank.header) if stacks else None
     here = rank in ranks.local_ranks
     where = "" if here else f" on {rank.header['host']}"
-    ended = state is ProcessState.GONE and rank.descriptions.get("end")
+    ended = state is ProcessState.GONE and rank.ended
     parts = [f"rank {rank.rank} (process {rank.header['pid']}{where}): {'ended' if ended else state.value}"]
     if rank.step >= 0:
         parts.append(f"step {rank.step}")

@@ -75,7 +75,8 @@ def _cells(rank: RankStatus) -> list[str | Text]:
 
 def _now(rank: RankStatus) -> Text:
     if rank.condition is not Condition.RUNS:
-        return Text(rank.doing if rank.condition is Condition.STARTING and rank.doing else rank.condition.value)
+        known = rank.condition in (Condition.STARTING, Condition.ENDED) and rank.doing
+        return Text(known or rank.condition.value)
     if rank.is_slow:
         return Text.assemble((rank.doing, ""), (" slow", "bold yellow"))
     return Text(rank.doing)

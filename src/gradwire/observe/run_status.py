@@ -301,8 +301,11 @@ class RunMonitor:
         """As of the last look; from the steps that ended after `since`, in nanoseconds on the monotonic clock, or the last 20."""
         now = time.monotonic_ns()
         local = self.run.local_ranks
+        states = {rank.rank: self.run.state(rank) for rank in local}
+        if ProcessState.GONE in states.values():
+            self.run.read_descriptions()  # whether it has stopped its recorder
         facts = {
-            rank.rank: RankFacts(rank.folder.steps, self.run.state(rank), rank.step, _doing(rank, now))
+            rank.rank: RankFacts(rank.folder.steps, states[rank.rank], rank.step, _doing(rank, states[rank.rank], now))
             for rank in local
         }
         size = max([self._size, *(int(rank.header["size"]) for rank in local)])
@@ -320,8 +323,11 @@ class RunMonitor:
         return max(found)[1]
 
 
-def _doing(rank: RankProgress, now: int) -> str:
-    """What a rank does, for people: the phase of its step, or the collective that it has waited in for long."""
+def _doing(rank: RankProgress, state: ProcessState, now: int) -> str:
+    """What a rank does, for people: the phase of its step, or the collective that it has waited in for long. Of one that was
+    killed, that it is gone."""
+    if state is ProcessState.GONE:
+        return "" if rank.ended else state.value
     waiting = rank.waiting_in()
     if waiting is not None and now - waiting[1] > _LONG_WAIT * 1e9:
         return f"{(now - waiting[1]) / 1e9:.0f} s in {waiting[0].op}"

@@ -38,10 +38,14 @@ STATES = {
     "one": run([rank(0)]),
     "eight": run(EIGHT, slowest=SLOW, warning=WARNING),
     "many": run(MANY, slowest=SLOW, warning=WARNING, idle=40.0),
-    "dead": run([*EIGHT[:5], rank(5, condition=Condition.ENDED), RankStatus(6), RankStatus(7, Condition.STARTING)]),
+    "dead": run(
+        [*EIGHT[:5], rank(5, condition=Condition.ENDED, doing=""), RankStatus(6), RankStatus(7, Condition.STARTING)]
+    ),
     "hangs": run([*MANY[:39], rank(39, doing="data")], idle=40.0, missing=(39,)),
-    "over": run([rank(number, condition=Condition.ENDED) for number in range(2)], idle=3600.0),
-    "failed": run([rank(0, condition=Condition.ENDED)], ending="rank 0 failed (exit code 1, after 2.0 s)"),
+    "over": run([rank(number, condition=Condition.ENDED, doing="") for number in range(2)], idle=3600.0),
+    "failed": run(
+        [rank(0, condition=Condition.ENDED, doing="gone")], ending="rank 0 failed (exit code 1, after 2.0 s)"
+    ),
     "failed early": replace(RunStatus((RankStatus(0, Condition.ENDED), RankStatus(1))), ending="rank 1 failed"),
     "none": RunStatus(tuple(RankStatus(number) for number in range(2))),
     "no step": RunStatus((RankStatus(0, Condition.STARTING),)),
@@ -77,7 +81,9 @@ def test_ranks_that_do_not_train():
     hangs = render(STATES["hangs"], 79, 24, color=False)
     assert "step 41234, no step for 40 s, waiting for rank 39\n" in hangs
     assert "steps/s" not in hangs  # those of its last steps
-    assert "· rank 0 failed (exit code 1, after 2.0 s)" in render(STATES["failed"], 79, 24, color=False)
+    failed = render(STATES["failed"], 79, 24, color=False)
+    assert "· rank 0 failed (exit code 1, after 2.0 s)" in failed
+    assert re.search(r"^   0 .* gone *$", failed, re.M)
     assert "1 of 2 ranks recorded · rank 1 failed\n" in render(STATES["failed early"], 79, 24, color=False)
     assert "\x1b[31m" in render(STATES["dead"], 79, 24, color=True)
     assert "\x1b[31m" not in render(STATES["over"], 79, 24, color=True)

@@ -1,6 +1,7 @@
 """A run that is watched: stragglers, lines of figures, the last warning."""
 
 import math
+import os
 import time
 
 import pytest
@@ -82,14 +83,19 @@ def test_a_run_that_is_over(tmp_path, watched):
     write_rings(tmp_path, made_steps(4, 30), size=4, pid=2**22 + 1)  # no process has this number
     monitor = watched()
     monitor.check()
-    assert {rank.condition for rank in monitor.status().ranks} == {Condition.ENDED}
+    monitor.run.read_descriptions = lambda: vars(monitor.run.ranks[0]).update(descriptions={"end": [{"time": 1}]})
+    status = monitor.status()
+    assert {rank.condition for rank in status.ranks} == {Condition.ENDED}
+    assert [rank.doing for rank in status.ranks] == ["", "gone", "gone", "gone"]  # the others were killed
 
 
 def test_the_rank_that_others_wait_for(tmp_path, watched, record):
     group = {"op": "all_reduce", "group": "world", "seq": 9, "ordinal": 9}
     monitor = watched()
     for number in range(4):
-        rank = monitor.run.ranks[number] = RankProgress(number, {**header(number, 4), "clock": clock_identity()})
+        rank = monitor.run.ranks[number] = RankProgress(
+            number, header(number, 4, clock=clock_identity(), pid=os.getpid())
+        )
         rank.update([record(K.GROUP, 0, group="world", rank=number, nbytes=4)])
         if number != 2:
             began = time.monotonic_ns() - 3 * 10**9

@@ -50,6 +50,11 @@ class RankProgress:
         self.descriptions: Mapping[str, Sequence[Mapping[str, Any]]] = {}
         """What records refer to: see `FlightRecorder.describe`."""
 
+    @property
+    def ended(self) -> bool:
+        """Whether the rank has stopped its recorder, as programs do that end by themselves."""
+        return bool(self.descriptions.get("end"))
+
     def update(self, records: Iterable[Record], before: Iterable[Record] = ()) -> None:
         """Take new records into account. `before` is what matters of others before them: see `unfinished_rows`."""
         skipped = False
