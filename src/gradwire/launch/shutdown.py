@@ -233,14 +233,18 @@ def summary(first: Ending, endings: Iterable[Ending]) -> str:
     """
     others = [ending for ending in endings if ending.rank != first.rank]
     too = [e.rank for e in others if e.failed or _failed_alike(e, first)]
+    finished = [e.rank for e in others if not e.stopped and not e.failed]
+    about = first.error.culprits if first.error is not None and first.consequence == 2 else ()
+    early = [rank for rank in finished if rank in about]  # it was lost because it had nothing more to do
     if first.error is None or not first.error.summary:
         parts = [f"rank {first.rank} failed {'first ' if others else ''}({first})"]
     else:
-        parts = [f"{first.error.summary} ({first.error.name} on rank {first.rank}, {first})"]
+        what = name_ranks(early, "finished early with exit code 0") if early else first.error.summary
+        parts = [f"{what} ({first.error.name} on rank {first.rank}, {first})"]
     for one, several, ranks in (
         ("was stopped", "were stopped", [e.rank for e in others if e.stopped and e.rank not in too]),
         ("failed too", "failed too", too),
-        ("had finished", "had finished", [e.rank for e in others if not e.stopped and not e.failed]),
+        ("had finished", "had finished", [rank for rank in finished if rank not in early]),
     ):
         if ranks:
             parts.append(name_ranks(ranks, one, several))

@@ -88,8 +88,13 @@ def test_a_wrapped_error_is_a_consequence_too():
         (Ending(0, -63, 0.0), [], "rank 0 failed (killed by signal 63, after 0.0 s)"),
         (
             ended(1, 2.0, lost(0)),
-            [Ending(0, 0, 1.0)],
-            "rank 0 was lost (PeerLost on rank 1, exit code 1, after 2.0 s); rank 0 had finished",
+            [Ending(0, 0, 1.0), Ending(2, 0, 1.0)],
+            "rank 0 finished early with exit code 0 (PeerLost on rank 1, exit code 1, after 2.0 s); rank 2 had finished",
+        ),
+        (
+            ended(1, 2.0, lost(0)),
+            [Ending(2, 0, 1.0)],
+            "rank 0 was lost (PeerLost on rank 1, exit code 1, after 2.0 s); rank 2 had finished",
         ),
         (
             ended(1, 2.0, OWN),
