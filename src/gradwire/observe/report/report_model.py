@@ -59,7 +59,7 @@ class Timeline(NamedTuple):
     title: str
     step: int
     seconds: float
-    """What it took on the rank on which it took longest."""
+    """What it took: the slowest on the rank on which it took longest, a typical one in the median of the ranks."""
     start: int
     """On the first of these ranks, in nanoseconds."""
     end: int
@@ -226,14 +226,14 @@ def _timelines(
         return []
     middle = median(row.middle for row in candidates)
     typical = min(candidates, key=lambda row: (abs(row.middle - middle), row.step))
-    chosen = [("A typical step", typical.step)]
+    chosen = [("A typical step", typical.step, typical.middle)]
     slowest = max(candidates, key=lambda row: row.high)
     if slowest.step != typical.step:
-        chosen.append(("The slowest step", slowest.step))
-    shown = {step: _shown_ranks(by_step[step]) for _, step in chosen}
+        chosen.append(("The slowest step", slowest.step, slowest.high))
+    shown = {step: _shown_ranks(by_step[step]) for _, step, _ in chosen}
     wanted = {rank for ranks in shown.values() for rank in ranks}
     found = {ring.rank: ring for ring in rings if ring.rank in wanted}
-    return [_timeline(title, step, by_step[step], found, shown[step]) for title, step in chosen]
+    return [_timeline(title, step, took, by_step[step], found, shown[step]) for title, step, took in chosen]
 
 
 def _shown_ranks(steps: Mapping[int, StepTimes]) -> list[int]:
@@ -244,7 +244,7 @@ def _shown_ranks(steps: Mapping[int, StepTimes]) -> list[int]:
 
 
 def _timeline(
-    title: str, step: int, times: Mapping[int, StepTimes], rings: Mapping[int, Ring], ranks: Sequence[int]
+    title: str, step: int, took: float, times: Mapping[int, StepTimes], rings: Mapping[int, Ring], ranks: Sequence[int]
 ) -> Timeline:
     start = min(times[rank].start for rank in ranks)
     end = max(times[rank].end for rank in ranks)
@@ -261,8 +261,7 @@ def _timeline(
         inside = [o for o in operations(records) if low <= o.submitted <= high]
         too_many = max(0, len(buckets) - _MOST_SHOWN) + max(0, len(inside) - _MOST_SHOWN)
         rows.append(TimelineRow(rank, phases, buckets[:_MOST_SHOWN], inside[:_MOST_SHOWN], too_many))
-    longest = max(one.seconds for one in times.values())
-    return Timeline(title, step, longest, start, end, rows, len(times))
+    return Timeline(title, step, took, start, end, rows, len(times))
 
 
 def load_report(directory: Path) -> RunReport:

@@ -57,6 +57,13 @@ def test_timelines_are_of_a_typical_and_the_slowest_step():
     assert sum(span.end - span.start for span in row.phases) == 20 * MS
 
 
+def test_the_time_of_a_typical_step_is_the_median_that_is_shown_above_it():
+    rings = [made_ring(rank, range(30)) for rank in range(2)]
+    rings[1].records[:] = [r._replace(time=r.time * 11 // 10) for r in rings[1].records]
+    report = RunReport(rings)
+    assert report.timelines[0].seconds == report.step_seconds == pytest.approx(0.021)
+
+
 def test_ranks_that_have_recorded_different_steps():
     report = RunReport([made_ring(0, range(10)), made_ring(1, range(5, 20))])
     assert [row.step for row in report.steps] == list(range(1, 20))
