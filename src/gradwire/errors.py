@@ -120,6 +120,10 @@ class NoBackendError(UsageError, RuntimeError):
     """The group does not serve this kind of device. torch's callers catch RuntimeError."""
 
 
+class NoSubgroups(UsageError):
+    """The group does not make subgroups. All ranks raise it, and the group can still be used."""
+
+
 class MeshError(UsageError, RuntimeError):
     """A device mesh that data parallelism cannot run on."""
 

@@ -423,6 +423,16 @@ def test_destructive_checks_get_a_world_each_and_the_others_share_one() -> None:
     assert count.worlds == 3
 
 
+def test_without_subgroups_only_the_checks_that_need_them_fail() -> None:
+    class Whole(Faulty):
+        split, subgroup = Group.split, Group.subgroup
+
+    with pytest.raises(ConformanceError, match="Whole does not make subgroups") as caught:
+        check_group(lambda fn: run_ranks(fn, 2, wrap=Whole))
+    assert {failure.problem.partition(" at ")[0] for failure in caught.value.failures} == {"it raised NoSubgroups"}
+    assert caught.value.unreached == ()
+
+
 def test_a_check_goes_on_after_a_wrong_value() -> None:
     """All wrong values of a check are found, not only the first, and later checks in the same world still run."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Layout, Scope, build
 from gradwire.collectives.timeouts import timeout_seconds, wait_seconds
-from gradwire.errors import ClosedError, GroupAborted, HookError, UsageError, again
+from gradwire.errors import ClosedError, GroupAborted, HookError, NoSubgroups, UsageError, again
 from gradwire.events import Emitter, Handle
 from gradwire.groups.completion import CompletionHook
 from gradwire.groups.failure.watchdog import Watchdog
@@ -204,7 +204,7 @@ class Group(Verbs, ABC):
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
         """A group of these `ranks` of this group, in this order. `split` calls it on each of them at the same point."""
-        raise UsageError(f"{type(self).__name__} does not make subgroups. Override subgroup(ranks, name=...).")
+        raise NoSubgroups(f"{type(self).__name__} does not make subgroups. Override subgroup(ranks, name=...).")
 
     def arrivals(self, work: Work) -> Arrivals | None:
         """Which ranks have joined `work`, if the group can know. Timeouts name the missing ones."""
