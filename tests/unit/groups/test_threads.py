@@ -14,14 +14,7 @@ import pytest
 import torch
 
 from gradwire.collectives import ReduceOp, build
-from gradwire.errors import (
-    CollectiveMismatch,
-    CollectiveTimeout,
-    GroupAborted,
-    GroupError,
-    PeerLost,
-    UsageError,
-)
+from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups import Group, ThreadGroup
 from gradwire.testing import run_ranks
 

@@ -31,18 +31,7 @@ def test_what_was_saved_is_read(tmp_path, outcome):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        None,
-        "",
-        "{",
-        "[]",
-        "{}",
-        "3",
-        json.dumps({"ranks": [{}]}),
-        json.dumps({"ranks": 1}),
-        NAMELESS,
-        "[" * 100_000,
-    ],
+    [None, "", "{", "[]", "{}", "3", json.dumps({"ranks": [{}]}), json.dumps({"ranks": 1}), NAMELESS, "[" * 100_000],
 )
 def test_what_cannot_be_read_is_no_outcome(tmp_path, text):
     if text is not None:
