@@ -30,7 +30,7 @@ def test_one_picture(run, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["rank", "step", "step", "ms", "compute", "exposed", "bytes", "late", "ms", "now"]
     assert [line.split()[0] for line in lines[2:6]] == ["0", "1", "2", "3"]
-    assert lines[3].split()[-1] == "ended"
+    assert lines[3].split()[-1] == "gone"
     assert lines[5].rstrip().endswith("not recorded yet")
     assert "last warning: rank 1 is slow in data" in "\n".join(lines)
     assert max(map(len, lines)) <= 80
