@@ -372,7 +372,7 @@ def test_the_report_tells_what_ran_and_what_needs_more_ranks() -> None:
     report = check_group(alone, only=["split", "send_recv", "abort"])
     assert isinstance(report, Report)
     assert (report.size, report.ran, report.skipped) == (1, ("split",), ("send_recv", "abort"))
-    assert "1 checks passed on 1 ranks" in str(report)
+    assert "1 check passed on 1 rank in" in str(report)
     assert "send_recv" in str(report)
 
 

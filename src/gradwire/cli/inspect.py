@@ -21,6 +21,7 @@ from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.rings.run_outcome import RunOutcome
 from gradwire.observe.run_warnings import fold_repeated, merge_warnings
 from gradwire.observe.stragglers.detect import describe, stragglers_over_time
+from gradwire.observe.units import elapsed
 from gradwire.runtime.host import ProcessState
 
 
@@ -122,7 +123,7 @@ def _rank_lines(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack],
     yield ", ".join(parts)
     if waiting is not None:
         record, since = waiting
-        how_long = f"for {(ranks.now - since) / 1e9:.1f} s in" if here else "in"
+        how_long = f"for {elapsed((ranks.now - since) / 1e9)} in" if here else "in"
         yield f"    {'at its end in' if state is ProcessState.GONE else how_long} {described(record)}"
     for number, stack in enumerate(stacks if whole else []):
         yield f"    {'main thread' if number == 0 else 'another thread'}:"

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradwire.observe.run_status import Condition, RankStatus, RunStatus, without_figures
-from gradwire.observe.units import milliseconds, signed_milliseconds, size
+from gradwire.observe.units import milliseconds, plural, signed_milliseconds, size
 
 _BAR = 30
 _WIDE = 80 + _BAR
@@ -31,7 +31,7 @@ def picture(status: RunStatus, columns: int, lines: int) -> Group:
     shown = chosen(status.ranks, max(1, room))
     if len(shown) < len(status.ranks):
         shown = chosen(status.ranks, max(1, room - 1))
-        below.insert(0, Text(f"and {len(status.ranks) - len(shown)} more ranks", style="dim"))
+        below.insert(0, Text(f"and {plural(len(status.ranks) - len(shown), 'more rank')}", style="dim"))
     return Group(_table(status, shown, wide=columns >= _WIDE), *below)
 
 

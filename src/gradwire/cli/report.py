@@ -11,6 +11,7 @@ from gradwire.cli.arguments import add_run, run_directory
 from gradwire.errors import UsageError
 from gradwire.observe.report.render import render_page, render_text
 from gradwire.observe.report.report_model import load_report
+from gradwire.observe.units import plural
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -43,6 +44,6 @@ def run(args: argparse.Namespace) -> int:
         output.write_text(text, encoding="utf-8", errors="replace")  # of names of files that are not UTF-8
     except OSError as error:
         raise UsageError(f"gradwire report -o {output}: {error.strerror}.") from None
-    records = sum(rank.records for rank in report.ranks)
-    print(f"{output}: {records} records of {len(report.ranks)} ranks in {directory}")
+    records = plural(sum(rank.records for rank in report.ranks), "record")
+    print(f"{output}: {records} of {plural(len(report.ranks), 'rank')} in {directory}")
     return 0

@@ -12,6 +12,7 @@ from gradwire.errors import UsageError
 from gradwire.observe.rings.clocks import align
 from gradwire.observe.rings.ring import load_rings
 from gradwire.observe.trace import ProfilerTraces, write_trace
+from gradwire.observe.units import plural
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -23,7 +24,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     add_run(parser)
     add = parser.add_argument
-    add("--format", choices=["chrome"], default="chrome", help="chrome: JSON that Perfetto and Chrome open")
+    which = "the format of the file; so far only chrome, JSON that Perfetto and Chrome open"
+    add("--format", choices=["chrome"], default="chrome", metavar="FORMAT", help=which)
     add("-o", "--output", type=Path, default=Path("trace.json"), metavar="FILE", help="the file (default: trace.json)")
     profiler = (
         "add what torch.profiler has written for ranks of the run: a trace, or a directory of traces; may be repeated"
@@ -43,10 +45,10 @@ def run(args: argparse.Namespace) -> int:
         events = write_trace(rings, output, profiles.events() if args.profiler else ())
     except OSError as error:
         raise UsageError(f"gradwire trace -o {output}: {error.strerror}.") from None
-    records = sum(len(ring.records) for ring in rings)
-    print(f"{output}: {events} events from {records} records of {len(rings)} ranks in {directory}")
+    records = plural(sum(len(ring.records) for ring in rings), "record")
+    print(f"{output}: {plural(events, 'event')} from {records} of {plural(len(rings), 'rank')} in {directory}")
     if args.profiler:
-        print(f"With {profiles.files} trace{'' if profiles.files == 1 else 's'} of torch.profiler.")
+        print(f"With {plural(profiles.files, 'trace')} of torch.profiler.")
     for name, why in profiles.skipped.items():
         print(f"warning: {name}: left out: {why}", file=sys.stderr)
     lost = max(ring.lost for ring in rings)

@@ -17,7 +17,7 @@ from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.run_warnings import merge_warnings
 from gradwire.observe.stragglers.detect import StragglerWatch, describe, median_without, ready_times, slow_ranks
 from gradwire.observe.stragglers.steps import Phase, StepTimes
-from gradwire.observe.units import milliseconds
+from gradwire.observe.units import milliseconds, plural
 from gradwire.observe.units import ranks as ranks_text
 from gradwire.observe.units import size as size_text
 from gradwire.runtime.host import ProcessState
@@ -198,7 +198,7 @@ def stats_line(status: RunStatus) -> str:
     if status.ending:
         parts.append(status.ending)
     elif ended and status.seconds:
-        parts.append(f"{len(ended)} rank{'s' if len(ended) > 1 else ''} ended or stopped")
+        parts.append(f"{plural(len(ended), 'rank')} ended or stopped")
     return ", ".join(parts) + (f"; last warning: {status.warning}" if status.warning else "")
 
 
@@ -229,7 +229,7 @@ def without_figures(status: RunStatus) -> str:
 
 
 def _recorded(status: RunStatus) -> str:
-    return f"{status.begun} of {len(status.ranks)} ranks recorded{'' if status.ending else ' so far'}"
+    return f"{status.begun} of {plural(len(status.ranks), 'rank')} recorded{'' if status.ending else ' so far'}"
 
 
 class RunMonitor:

@@ -23,6 +23,24 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs" if seconds > 0 else "0 ms"
 
 
+def elapsed(seconds: float) -> str:
+    """A duration that is usually of seconds, with one digit after the point.
+
+    >>> elapsed(6), elapsed(0.0019)
+    ('6.0 s', '1.9 ms')
+    """
+    return f"{seconds:.1f} s" if seconds >= 0.05 else duration(seconds)
+
+
+def plural(number: int, word: str) -> str:
+    """A number of things.
+
+    >>> plural(1, "rank"), plural(1024, "rank")
+    ('1 rank', '1,024 ranks')
+    """
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
 def milliseconds(seconds: float) -> str:
     """A number of milliseconds, to three digits: 0.00123 is 1.23, 12.3 is 12300."""
     value = seconds * 1e3

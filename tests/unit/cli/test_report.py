@@ -23,7 +23,7 @@ def run(tmp_path):
 
 def test_a_page_and_a_text(run, tmp_path, capsys):
     assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
-    assert "1080 records of 2 ranks" in capsys.readouterr().out
+    assert "1,080 records of 2 ranks in" in capsys.readouterr().out
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     assert main(["report", str(run), "--text"]) == 0
     assert "Where a step's time goes" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from gradwire.observe.hangs.analysis import Cause, LongWait, Stall, Suspect
 from gradwire.observe.hangs.stacks import Frame
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import Record
+from gradwire.observe.units import elapsed
 from gradwire.observe.units import ranks as ranks_text
 from gradwire.recorder.format import RecordKind
 from gradwire.runtime.host import ProcessState
@@ -36,7 +37,7 @@ def report_lines(wait: LongWait | Stall | None, suspects: Sequence[Suspect], *, 
     lines = []
     if wait is not None:
         has = "have" if len(wait.ranks) > 1 else "has"
-        lines.append(f"{ranks_text(wait.ranks)} {has} waited for {wait.seconds:.1f} s in {_what(wait)}")
+        lines.append(f"{ranks_text(wait.ranks)} {has} waited for {elapsed(wait.seconds)} in {_what(wait)}")
     if isinstance(wait, LongWait):
         lines += [f"  {line}" for line in _explanation(wait, suspects)]
     for group in _alike(suspects):
@@ -135,7 +136,7 @@ def _is_one_of(record: Record, others: Iterable[Record]) -> bool:
 
 
 def _ago(before: str, now: int | None, then: int, after: str = "") -> str:
-    return "" if now is None else f"{before} {max(0, now - then) / 1e9:.1f} s{after}"
+    return "" if now is None else f"{before} {elapsed(max(0, now - then) / 1e9)}{after}"
 
 
 def as_dict(wait: LongWait | Stall | None, suspects: Sequence[Suspect]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 from gradwire.observe.report.report_model import PHASES, StepRow, Timeline
 from gradwire.observe.rings.intervals import Operation
 from gradwire.observe.stragglers.steps import Phase
-from gradwire.observe.units import duration, size
+from gradwire.observe.units import duration, plural, size
 
 WIDTH = 1000
 _LEFT, _RIGHT = 64, 12
@@ -140,7 +140,7 @@ def phases(means: Mapping[int, Mapping[Phase, float]]) -> Chart:
 
 def timeline(line: Timeline) -> Chart:
     """One step: for each rank its phases, and below them its buckets with their collectives, on as many lanes as they need."""
-    chart = Chart(f"{line.title} on {len(line.rows)} ranks")
+    chart = Chart(f"{line.title} on {plural(len(line.rows), 'rank')}")
     scale = (WIDTH - _LEFT - _RIGHT) / max(line.end - line.start, 1)
 
     def draw(start: int, end: int | None, y: float, height: float, style: str, title: str) -> float:

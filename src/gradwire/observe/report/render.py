@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from gradwire.observe.report.charts import bin_steps, heat_map, history, phase_style, phases, timeline
 from gradwire.observe.report.findings import find
 from gradwire.observe.report.report_model import PHASES, RunReport
-from gradwire.observe.units import duration, size
+from gradwire.observe.units import duration, plural, size
 
 _T = TypeVar("_T")
 MOST_RANKS = 64
@@ -109,17 +109,17 @@ def _lines(report: RunReport) -> Iterator[str]:
     page = facts(report)
     header = page["header"]
     yield header["command"] or "run"
-    yield f"{clock(report.begin)}, {duration(report.end - report.begin)} recorded, {page['records']:,} records"
+    yield f"{clock(report.begin)}, {duration(report.end - report.begin)} recorded, {plural(page['records'], 'record')}"
     if report.succeeded:
         yield f"ended, but: {report.first_nonfinite}" if report.first_nonfinite else "ended without an error"
-    yield f"{_count(len(report.ranks), 'rank')} on {_count(len(page['hosts']), 'host')}"
+    yield f"{plural(len(report.ranks), 'rank')} on {plural(len(page['hosts']), 'host')}"
     yield f"gradwire {header['gradwire']}, torch {header['torch']}, Python {header['python']}"
     for group in page["groups"]:
-        yield f"group {group['name']}: {group['kind']}, {_count(group['size'], 'rank')}"
+        yield f"group {group['name']}: {group['kind']}, {plural(group['size'], 'rank')}"
     for hook in report.hooks:
         yield f"hook {hook}"
     if page["buckets"]:
-        yield f"{_count(len(page['buckets']), 'bucket')}, {size(sum(one['bytes'] for one in page['buckets']))} in total"
+        yield f"{plural(len(page['buckets']), 'bucket')}, {size(sum(one['bytes'] for one in page['buckets']))} in total"
     found = find(report)
     if found:
         yield from ("", "What to look at")
@@ -196,7 +196,3 @@ def table(rows: Sequence[Sequence[str]], *, right: int) -> Iterator[str]:
             cell.rjust(w) if i >= right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  " + "  ".join(cells).rstrip()
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"

@@ -104,7 +104,8 @@ class Report:
     seconds: float
 
     def __str__(self) -> str:
-        passed = f"{len(self.ran)} checks passed on {self.size} ranks in {self.seconds:.1f} s"
+        checks, ranks = ("" if number == 1 else "s" for number in (len(self.ran), self.size))
+        passed = f"{len(self.ran)} check{checks} passed on {self.size} rank{ranks} in {self.seconds:.1f} s"
         if not self.skipped:
             return passed
         return f"{passed}, {len(self.skipped)} skipped because they need more ranks ({', '.join(self.skipped)})"
