@@ -38,7 +38,7 @@ class Alternate(CommHook):
 
 
 def main() -> None:
-    """Try it on simulated ranks, then hold it to the laws."""
+    """Try it on simulated ranks, then check it as every hook in gradwire is checked."""
     hook = chain(error_feedback(), Alternate())
     gradients = [torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([3.0, 2.0, 1.0, 0.0])]
     first = simulate(hook, gradients)
@@ -46,7 +46,7 @@ def main() -> None:
     second = simulate(hook, gradients, states=first.states, step=1)
     print("step 1:", second.reduced[0].value.tolist(), "with what step 0 did not send")
     check_hook(hook)
-    print(hook, "keeps the laws")
+    print(hook, "passes all checks")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The example of a user's own hook keeps the laws, and its guide shows the code as it is."""
+"""The example of a user's own hook passes all checks, and its guide shows the code as it is."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ def test_the_example_runs_as_a_script_and_prints_what_the_guide_says(warm_python
     said = re.findall(r"^    (step .*)$", PAGE, re.MULTILINE)
     assert len(said) == 2
     assert done.stdout.splitlines()[:2] == said
-    assert done.stdout.endswith("error_feedback() > Alternate() keeps the laws\n")
+    assert done.stdout.endswith("error_feedback() > Alternate() passes all checks\n")
 
 
 def test_the_guide_quotes_the_example() -> None:

@@ -9,13 +9,19 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gradwire.observe.rings.runs import find_run, start_time
 
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line. Those of argparse begin with the usage, and many options hide what is wrong."""
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """Spellings with an underscore, as of torchrun, are accepted, and not shown in help and errors."""
+        action = super().add_argument(*names, **options)
+        action.option_strings = [name for name in action.option_strings if "_" not in name]
+        return action
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where the options are listed, and exit with code 2."""

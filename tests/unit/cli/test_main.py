@@ -57,6 +57,7 @@ def test_version(capsys):
         (["demo", "--ranks", "0"], "argument --ranks: '0' is not a whole number of 1 or more"),
         (["demo", "--steps", "many"], "argument --steps: 'many' is not a whole number of 1 or more"),
         (["demo", "--seed", "-1"], "argument --seed: '-1' is not a whole number of 0 or more"),
+        (["run", "--log_dir"], "argument --log-dir: expected one argument"),
         (["demo", "--size", "huge"], "argument --size: invalid choice: 'huge'"),
     ],
 )

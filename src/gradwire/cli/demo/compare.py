@@ -25,6 +25,7 @@ from gradwire.groups import Group, SharedMemoryGroup
 from gradwire.hooks.named import NAMED_HOOKS
 from gradwire.interop import as_process_group
 from gradwire.lab import Throttled
+from gradwire.observe.units import plural
 from gradwire.parallel import DistributedDataParallel
 from gradwire.testing import run_ranks
 
@@ -137,9 +138,11 @@ def table(mbit: float, times: Sequence[Times], *, load: float, cores: int) -> Ta
     """One row for each variant, of its slowest rank; factors are relative to torch's DDP on the same link."""
     lines = [f"Median of {_ROUNDS * (_BLOCK - _WARM_UP)} steps, all variants in turns; the link is simulated."]
     if len(times) > cores:
-        lines.append(f"{len(times)} ranks share {cores} cores: times depend on the scheduler more than on either DDP.")
+        lines.append(
+            f"{len(times)} ranks share {plural(cores, 'core')}: times depend on the scheduler more than on either DDP."
+        )
     if load - len(times) > _BUSY * cores:
-        lines.append(f"The machine was busy (load {load:.1f} on {cores} cores): repeat this on an idle one.")
+        lines.append(f"The machine was busy (load {load:.1f} on {plural(cores, 'core')}): repeat this on an idle one.")
     found = Table(caption="\n".join(lines), caption_justify="left")
     for head in ("", "ms per step", "KB sent per step", "speed"):
         found.add_column(head, justify="right" if head else "left")

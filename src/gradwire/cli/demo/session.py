@@ -31,6 +31,7 @@ from gradwire.groups.kinds import Ranks, find_kind
 from gradwire.observe.report.render import render_page
 from gradwire.observe.report.report_model import load_report
 from gradwire.observe.rings.runs import new_run, runs_directory
+from gradwire.observe.units import plural
 from gradwire.testing import run_ranks
 
 _OPERATION_LIMIT = 120.0
@@ -48,11 +49,11 @@ def run(args: Namespace) -> int:
     ranks = args.ranks or _cores()
     job = DemoJob(size=args.size, steps=args.steps, batch_size=args.batch_size, seed=args.seed)
     directory = None
-    if find_kind(args.kind, who="gradwire demo").ranks is not Ranks.THREADS:
+    if find_kind(args.kind, who=f"gradwire demo --kind {args.kind}").ranks is not Ranks.THREADS:
         with suppress(OSError):  # the demo does not depend on being recorded
             directory = new_run(runs_directory(os.environ), "demo")
     # Rank processes take seconds to import torch; show what is happening.
-    print(f"starting {ranks} ranks ({args.kind}): {job.size} model, {job.steps} steps", flush=True)
+    print(f"starting {plural(ranks, 'rank')} ({args.kind}): {job.size} model, {plural(job.steps, 'step')}", flush=True)
     trained = _run_world(job, ranks, kind=args.kind, timeout=args.timeout, directory=directory)
     console = Console(highlight=False)
     shown: list[RenderableType] = [summary(job, trained, kind=args.kind)]

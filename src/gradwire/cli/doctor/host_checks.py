@@ -27,7 +27,7 @@ from gradwire.groups.shared_memory.segment import default_directory
 from gradwire.launch.environment import SHM_DIRECTORY, shared_memory_options
 from gradwire.launch.world import find_world
 from gradwire.observe.rings.runs import runs_directory
-from gradwire.observe.units import size
+from gradwire.observe.units import plural, size
 from gradwire.runtime.host import cpu_quota
 from gradwire.testing.mpi import missing as missing_mpi
 
@@ -143,8 +143,8 @@ def _devices() -> _Findings:
     else:
         yield "cores", str(cores)
     if load > cores:
-        fix = "other programs use the cores: ranks wait for each other's turns. Find them with top"
-        yield "load", f"{load:.1f}, on {cores} cores", Level.NOTE, fix
+        fix = "ranks will be slow, and their times will vary: end other programs (top lists them), or wait"
+        yield "load", f"{load:.1f}: the machine is busy, it has {plural(cores, 'core')}", Level.NOTE, fix
     else:
         yield "load", f"{load:.1f}"
 
@@ -301,7 +301,7 @@ def _settings(environ: Mapping[str, str], *, several_hosts: bool) -> _Findings:
             yield "environment", str(error), Level.PROBLEM, "correct or unset these variables"
     cores, threads = len(os.sched_getaffinity(0)), environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > cores:
-        fix = f"there are {cores} cores: set at most that, divided by the ranks of this host"
+        fix = f"this host has {plural(cores, 'core')}: set at most that, divided by the ranks of this host"
         yield "OMP_NUM_THREADS", threads, Level.PROBLEM, fix
     if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         fix = "torch checks every collective and is slower: unset it unless you look for an error"

@@ -42,12 +42,12 @@ def test_it_learns_more_than_how_frequent_characters_are(capfd):
     assert facts["validation loss"] < facts["for comparison"] - 0.2
 
 
-@pytest.mark.parametrize("where", ["none/demo.svg", "."])
-def test_a_picture_that_cannot_be_written_is_refused_before_training(where, capfd, tmp_path):
-    assert main([*TINY, "--svg", str(tmp_path / where)]) == 2
+@pytest.mark.parametrize(("option", "where"), [("--svg", "none/demo.svg"), ("--svg", "."), ("--kind", "foo")])
+def test_a_picture_or_kind_that_cannot_be_made_is_refused_before_training(option, where, capfd, tmp_path):
+    assert main([*TINY, option, str(tmp_path / where)]) == 2
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.startswith("gradwire: UsageError: gradwire demo --svg ")
+    assert err.startswith(f"gradwire: UsageError: gradwire demo {option} {tmp_path}")
 
 
 def test_a_python_without_source_is_one_clear_error(capfd, monkeypatch, tmp_path):
