@@ -136,7 +136,7 @@ def test_a_wrong_argument_is_named(argv, message, capsys):
         (["--plot", "nowhere/times.png"], "--plot nowhere/times.png: there is no folder nowhere. Create it first."),
     ],
 )
-def test_what_cannot_be_done_is_said_before_anything_is_measured(argv, message, capsys):
+def test_what_cannot_be_done_is_refused_before_anything_is_measured(argv, message, capsys):
     assert main([*COMMAND, *argv]) == 2
     assert message in capsys.readouterr().err
 
@@ -240,17 +240,17 @@ def _race() -> collectives.Race:
 
 
 def test_more_ranks_than_cores_is_said_at_once_and_progress_is_seen_without_a_terminal(monkeypatch, capsys):
-    told = []
+    printed = []
 
     def run_world(*args, on_report, **options):
-        told.append(capsys.readouterr().err)
+        printed.append(capsys.readouterr().err)
         for done in range(1, 21):
             on_report(done)
         raise InternalError("far enough")
 
     monkeypatch.setattr(collectives, "run_world", run_world)
     assert main(["collectives", "--ranks", "9999", "--mpi", "none"]) == 1
-    assert re.match(r"benchmarks: 9999 ranks share \d+ cores", told[0])
-    assert told[0].endswith("9999 ranks: starting\n")
+    assert re.match(r"benchmarks: 9999 ranks share \d+ cores", printed[0])
+    assert printed[0].endswith("9999 ranks: starting\n")
     lines = capsys.readouterr().err.splitlines()
     assert lines[:10] == [f"9999 ranks: {done} of 20 rounds" for done in range(2, 21, 2)]

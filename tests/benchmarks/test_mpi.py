@@ -66,7 +66,7 @@ def test_a_library_that_hangs(monkeypatch):
 
 
 @pytest.mark.usefixtures("_installed")
-def test_mpirun_beside_the_interpreter_is_preferred(monkeypatch, tmp_path):
+def test_mpirun_next_to_the_interpreter_is_preferred(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "run", _said(0, "Open MPI v5.0.11, package: x"))
     assert mpi.find() == mpi.OpenMPI("Open MPI v5.0.11")
     assert mpirun.find_mpirun() == str(tmp_path / "mpirun")

@@ -29,7 +29,7 @@ def test_a_run_that_diverged_is_worse():
     assert math.isnan(found.spread)
 
 
-def test_where_dense_averaging_diverged_nothing_can_be_said(monkeypatch, capsys):
+def test_where_dense_averaging_diverged_nothing_can_be_reported(monkeypatch, capsys):
     scores = {name: [Score(float("nan"), 0.0)] * 2 for name in ("mean", "bf16")}
     monkeypatch.setattr(parity, "run_world", lambda *args, **settings: [scores])
     assert main(["parity", "--task", "text", "--hooks", "bf16", "--seeds", "2"]) == 2

@@ -149,7 +149,7 @@ def test_a_wrong_argument_is_named(argv, message, capsys):
         (["--plot", "nowhere/ways.png"], "there is no folder nowhere. Create it first."),
     ],
 )
-def test_what_cannot_be_drawn_is_said_before_anything_is_trained(argv, message, capsys):
+def test_what_cannot_be_drawn_is_refused_before_anything_is_trained(argv, message, capsys):
     assert main(["slowlink", *argv]) == 2
     assert message in capsys.readouterr().err
 

@@ -74,9 +74,9 @@ def test_the_fence_stands_on_both_sides_of_what_is_timed():
 
 
 def test_rounds_are_told():
-    clock, told = Clock(), []
-    interleave({"a": clock.step("a", 1.0)}, Rounds(3), after_round=told.append, clock=clock)
-    assert told == [1, 2, 3]
+    clock, finished = Clock(), []
+    interleave({"a": clock.step("a", 1.0)}, Rounds(3), after_round=finished.append, clock=clock)
+    assert finished == [1, 2, 3]
 
 
 def test_medians_and_quartiles():

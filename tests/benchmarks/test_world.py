@@ -51,7 +51,7 @@ def test_results_come_in_the_order_of_ranks_and_news_on_the_way():
 
 
 @pytest.mark.usefixtures("warm_ranks")
-def test_what_a_rank_raises_is_told_with_its_traceback():
+def test_what_a_rank_raises_is_reported_with_its_traceback():
     def task(context):
         if context.rank == 1:
             raise ValueError("out of luck")

@@ -364,7 +364,7 @@ def test_unknown_checks_are_refused() -> None:
         check_group(lambda fn: [], only=["no such check"])
 
 
-def test_the_report_tells_what_ran_and_what_needs_more_ranks() -> None:
+def test_the_report_lists_what_ran_and_what_needs_more_ranks() -> None:
     def alone(fn: Callable[[Group], object]) -> list[object]:
         with ThreadGroup.world(1)[0] as group:
             return [fn(group)]
@@ -384,7 +384,7 @@ def test_the_error_shows_a_few_of_many_and_holds_all() -> None:
     assert isinstance(error, AssertionError)
 
 
-def test_names_are_unique_and_every_check_tells_what_it_checks() -> None:
+def test_names_are_unique_and_every_check_has_a_description() -> None:
     from gradwire.testing.conformance.suite import CHECKS
 
     assert check_names() == tuple(CHECKS)

@@ -26,7 +26,7 @@ PATIENCE = 1.5
 """Seconds until a rank stops waiting for one that was killed before it joined."""
 
 DEATH, DEADLINE, REFUSED, WRONG = 10, 11, 12, 13
-HEARD = {DEATH: "death", DEADLINE: "deadline", REFUSED: "refused", -signal.SIGKILL: "killed"}
+ENDS = {DEATH: "death", DEADLINE: "deadline", REFUSED: "refused", -signal.SIGKILL: "killed"}
 LIMIT = 20
 
 
@@ -73,7 +73,7 @@ def used(directory: str) -> int:
     return (facts.f_blocks - facts.f_bfree) * facts.f_frsize
 
 
-def cycle(directory: str, draw: random.Random, heard: Counter[str]) -> list[str]:
+def cycle(directory: str, draw: random.Random, ends: Counter[str]) -> list[str]:
     """One: two ranks, a random moment, SIGKILL; what is wrong afterwards."""
     problems = []
     with tempfile.NamedTemporaryFile() as store:
@@ -91,9 +91,9 @@ def cycle(directory: str, draw: random.Random, heard: Counter[str]) -> list[str]
                 expected.append(DEATH)
             if code not in expected:
                 problems.append(f"rank {rank} of victims {victims} ended with {code}")
-            heard[HEARD.get(code, str(code))] += 1
+            ends[ENDS.get(code, str(code))] += 1
             if code == DEATH and time.perf_counter() - killed > 1.0:
-                heard["late"] += 1
+                ends["late"] += 1
     problems += [f"{name} was left in {directory}" for name in os.listdir(directory) if name.startswith("gradwire")]
     return problems
 
@@ -103,12 +103,12 @@ def main(directory: str, cycles: int, seed: int) -> None:
     for op in (ReduceOp.SUM, ReduceOp.AVG):  # what each rank would load and compile, and most would not live to use
         CompiledFold.find(op, torch.float32, 2)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread was started: forking is not safe"
-    draw, heard = random.Random(seed), Counter[str]()
+    draw, ends = random.Random(seed), Counter[str]()
     before, problems = used(directory), []
     for _ in range(cycles):
-        problems += cycle(directory, draw, heard)
+        problems += cycle(directory, draw, ends)
     left = used(directory) - before
-    print(json.dumps({"cycles": cycles, "heard": heard, "problems": problems, "left": left}))
+    print(json.dumps({"cycles": cycles, "ends": ends, "problems": problems, "left": left}))
 
 
 if __name__ == "__main__":

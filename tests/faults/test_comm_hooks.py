@@ -130,7 +130,7 @@ def wait_for_failure(group: Group) -> None:
 
 
 @dataclass(frozen=True)
-class Heard:
+class Outcome:
     """The error that one rank got for a violation."""
 
     kind: str
@@ -142,7 +142,7 @@ class Heard:
     seconds: float
 
 
-def violate(ddp: DDP, hook: Faulty, group: Group, violation: Violation, culprits: tuple[int, ...]) -> Heard:
+def violate(ddp: DDP, hook: Faulty, group: Group, violation: Violation, culprits: tuple[int, ...]) -> Outcome:
     group.barrier()  # all have finished what was before, so the fault hits no other step
     hook.violation, hook.fired = (violation if group.rank in culprits else None), 0
     started = time.perf_counter()
@@ -150,7 +150,7 @@ def violate(ddp: DDP, hook: Faulty, group: Group, violation: Violation, culprits
         ddp(batch(group)).sum().backward()
     hook.violation = None
     error = caught.value
-    return Heard(
+    return Outcome(
         type(error).__name__,
         isinstance(error, GroupError),
         isinstance(error, violation.error) and isinstance(error, (GradwireError, OwnError, RuntimeError)),
@@ -163,29 +163,29 @@ def violate(ddp: DDP, hook: Faulty, group: Group, violation: Violation, culprits
 
 def through_all(group: Group, violations: dict[str, Violation], culprits: tuple[int, ...], **flags: Any) -> Any:
     torch.manual_seed(group.rank)
-    ddp, hook, heard = DDP(nn.Linear(4, 2), process_group=group, **flags), Faulty(group), {}
+    ddp, hook, outcomes = DDP(nn.Linear(4, 2), process_group=group, **flags), Faulty(group), {}
     ddp.register_comm_hook(None, hook)
     for name, violation in violations.items():
-        heard[name] = violate(ddp, hook, group, violation, culprits)
+        outcomes[name] = violate(ddp, hook, group, violation, culprits)
         trains_rightly(ddp, group)
-    return heard
+    return outcomes
 
 
-def check(heard: Heard, violation: Violation, rank: int, culprits: tuple[int, ...]) -> None:
+def check(outcome: Outcome, violation: Violation, rank: int, culprits: tuple[int, ...]) -> None:
     """A rank that broke the contract gets its own error, unless another's reached it first; all others get a GroupError."""
     if rank not in culprits:
-        assert heard.fired == 0
-        assert heard.is_group_error, heard
-        assert f"rank {culprits[0]}" in heard.text or f"ranks [{culprits[0]}]" in heard.text
-    elif heard.fired == 0 or (heard.is_group_error and not issubclass(violation.error, GroupError)):
+        assert outcome.fired == 0
+        assert outcome.is_group_error, outcome
+        assert f"rank {culprits[0]}" in outcome.text or f"ranks [{culprits[0]}]" in outcome.text
+    elif outcome.fired == 0 or (outcome.is_group_error and not issubclass(violation.error, GroupError)):
         assert len(culprits) > 1
-        assert heard.is_group_error, heard
+        assert outcome.is_group_error, outcome
     else:
-        assert heard.expected, heard
-        assert violation.words in heard.text
-        assert violation.note in heard.notes
-        assert f", rank {rank}" in heard.text + heard.notes
-        assert WHERE in heard.text + heard.notes
+        assert outcome.expected, outcome
+        assert violation.words in outcome.text
+        assert violation.note in outcome.notes
+        assert f", rank {rank}" in outcome.text + outcome.notes
+        assert WHERE in outcome.text + outcome.notes
 
 
 KINDS = ["threads", "gloo", "shared_memory"]
@@ -197,17 +197,17 @@ def story(request: pytest.FixtureRequest) -> Any:
     """The errors that every rank got for every violation, in one world; and the culprits."""
     kind, who = request.param
     culprits = CULPRITS[who]
-    heard = run_ranks(lambda group: through_all(group, VIOLATIONS, culprits), 2, kind=kind)
-    return heard, culprits
+    outcomes = run_ranks(lambda group: through_all(group, VIOLATIONS, culprits), 2, kind=kind)
+    return outcomes, culprits
 
 
 @pytest.mark.parametrize("name", VIOLATIONS)
 def test_a_broken_contract_is_named_and_over(story: Any, name: str) -> None:
-    heard, culprits = story
-    assert any(heard[rank][name].fired for rank in culprits)
+    outcomes, culprits = story
+    assert any(outcomes[rank][name].fired for rank in culprits)
     for rank in range(2):
-        check(heard[rank][name], VIOLATIONS[name], rank, culprits)
-        assert heard[rank][name].seconds < 50
+        check(outcomes[rank][name], VIOLATIONS[name], rank, culprits)
+        assert outcomes[rank][name].seconds < 50
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -218,13 +218,13 @@ def test_a_future_that_is_never_completed_is_given_up(kind: str, who: str) -> No
     def rank_main(group: Group) -> Any:
         return through_all(group, {"never": NEVER}, culprits)["never"]
 
-    heard = run_ranks(rank_main, 2, kind=kind, wrap=lambda group: Deadline(group, seconds=SECONDS))
+    outcomes = run_ranks(rank_main, 2, kind=kind, wrap=lambda group: Deadline(group, seconds=SECONDS))
     # If both wait for their own Future, one times out first, and the other may get its abort before it times out too.
-    first = next(rank for rank in culprits if heard[rank].expected)
+    first = next(rank for rank in culprits if outcomes[rank].expected)
     for rank in range(2):
-        gave_up = rank == first or (rank in culprits and heard[rank].expected)
-        check(heard[rank], NEVER, rank, culprits if gave_up else (first,))
-        assert heard[rank].seconds < SECONDS + 30
+        gave_up = rank == first or (rank in culprits and outcomes[rank].expected)
+        check(outcomes[rank], NEVER, rank, culprits if gave_up else (first,))
+        assert outcomes[rank].seconds < SECONDS + 30
 
 
 FLAGS: list[dict[str, Any]] = [
@@ -237,13 +237,13 @@ FLAGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: next(iter(flags)))
 def test_every_kind_of_graph_recovers_from_every_violation(flags: dict[str, Any]) -> None:
-    heard = run_ranks(lambda group: through_all(group, VIOLATIONS, (2,), **flags), 3)
+    outcomes = run_ranks(lambda group: through_all(group, VIOLATIONS, (2,), **flags), 3)
     for name in VIOLATIONS:
-        assert heard[2][name].fired >= 1
-        assert heard[2][name].expected
+        assert outcomes[2][name].fired >= 1
+        assert outcomes[2][name].expected
         for rank in range(2):
-            assert heard[rank][name].is_group_error
-            assert "rank 2" in heard[rank][name].text
+            assert outcomes[rank][name].is_group_error
+            assert "rank 2" in outcomes[rank][name].text
 
 
 @pytest.mark.filterwarnings("ignore:rank 0 had finished step 0")
@@ -324,7 +324,7 @@ def generated_story(group: Group, collectives: int | None) -> dict[str, tuple[bo
     def act(when: str, turn: Turn) -> Any:
         return fault[0][1](turn) if fault[0] is not None and fault[0][0] == when else None
 
-    ddp, heard = DDP(nn.Linear(4, 2), process_group=group), {}
+    ddp, outcomes = DDP(nn.Linear(4, 2), process_group=group), {}
     ddp.set_hook(Generated(act, collectives))
     for name, violation in OWN.items():
         if violation[0] == "between" and collectives is not None:
@@ -335,14 +335,14 @@ def generated_story(group: Group, collectives: int | None) -> dict[str, tuple[bo
             ddp(batch(group)).sum().backward()
         except (GradwireError, OwnError) as error:
             said = "\n".join([str(error), *getattr(error, "__notes__", ())])
-            heard[name] = isinstance(error, GroupError), said
+            outcomes[name] = isinstance(error, GroupError), said
         else:
             wait_for_failure(group)
         fault[0] = None
         trains_rightly(ddp, group)
         # If the fault was after the collective, the other rank's step was done: it got a warning before its next.
-        heard.setdefault(name, (True, str(ddp.replica.reducer.iterations.last_error)))
-    return heard
+        outcomes.setdefault(name, (True, str(ddp.replica.reducer.iterations.last_error)))
+    return outcomes
 
 
 @pytest.mark.filterwarnings("ignore:rank 0 had finished step")

@@ -35,7 +35,7 @@ SCRIPTS = {
         work = a.all_reduce(torch.ones(3), async_op=True)
         future = work.get_future().then(lambda f: f.value())
     """,
-    "gloo, nobody comes": PAIR.replace("MAKE", "C10dGroup.gloo(store, rank, 2)")
+    "gloo, no other rank joins": PAIR.replace("MAKE", "C10dGroup.gloo(store, rank, 2)")
     + """
         groups[0].on_completion(lambda info: None)
         works = [groups[0].all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
@@ -137,7 +137,7 @@ SCRIPTS = {
             time.sleep(0.01)
         os.remove(path)
     """,
-    "shared memory, nobody comes": PAIR.replace("MAKE", "SharedMemoryGroup(store, rank, 2)")
+    "shared memory, no other rank joins": PAIR.replace("MAKE", "SharedMemoryGroup(store, rank, 2)")
     + """
         groups[0].on_completion(lambda info: None)
         works = [groups[0].all_reduce(torch.ones(n), async_op=True) for n in (3, 100_000, 3)]
@@ -177,7 +177,7 @@ SCRIPTS = {
         assert time.perf_counter() - began < 60
         os.remove(path)
     """,
-    "torch's face": """
+    "torch's API": """
         import torch, torch.distributed as dist
         import gradwire.interop as interop
         interop.register_backend()

@@ -53,15 +53,15 @@ def fail_and_go_on(ddp: DDP, group: Group, place: str) -> tuple[str, float]:
     batches = 1 if group.rank == 0 else 5  # rank 0 has run out of inputs when rank 1 fails
     with pytest.raises((ValueError, gw.GroupAborted)) as caught:
         train(ddp, group.rank, batches, place)
-    told = f"{type(caught.value).__name__}: {caught.value}"
+    outcome = f"{type(caught.value).__name__}: {caught.value}"
     del caught  # a cycle through this frame, which would keep the model and its group
     train(ddp, group.rank, 2)
     assert ddp.module.weight.grad is not None
-    return told, ddp.module.weight.grad.item()
+    return outcome, ddp.module.weight.grad.item()
 
 
-def check(told: list[tuple[str, float]]) -> None:
-    for rank, (error, gradient) in enumerate(told):
+def check(outcome: list[tuple[str, float]]) -> None:
+    for rank, (error, gradient) in enumerate(outcome):
         if rank == FAILING:
             assert error == "ValueError: bad file"
         else:
@@ -153,6 +153,6 @@ def test_one_step_more_points_to_join(kind: str) -> None:
             model(torch.ones(1, 2)).sum().backward()
         return str(caught.value)
 
-    told = run_ranks(rank_main, 2, kind=kind)[1]
-    assert "fewer batches" in told
-    assert "model.join()" in told
+    outcome = run_ranks(rank_main, 2, kind=kind)[1]
+    assert "fewer batches" in outcome
+    assert "model.join()" in outcome

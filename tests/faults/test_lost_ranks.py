@@ -54,7 +54,7 @@ def _exits() -> None:
 
 
 def _facts(group: Group, act: Callable[[], Any]) -> dict[str, Any]:
-    """What a survivor hears while it does `act`, and how its group ends."""
+    """The error that a survivor gets from `act`, and how its group ends."""
     began = time.perf_counter()
     facts: dict[str, Any] = {}
     try:
@@ -94,12 +94,12 @@ def _survive(group: Group, what: str, end: Callable[[], None], run: bool) -> dic
 
 @pytest.mark.parametrize("what", ["all_reduce", "composed all_reduce", "broadcast", "all_gather", "barrier", "recv"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_sigkill_is_told_to_every_survivor(kind: str, what: str) -> None:
+def test_sigkill_is_reported_to_every_survivor(kind: str, what: str) -> None:
     run = kind == "shared_memory" and what in ("all_reduce", "barrier")
     _check(run_ranks(lambda group: _survive(group, what, _killed, run), SIZE, kind=kind, lost=[VICTIM]))
 
 
-def test_a_rank_that_exits_is_told_to_every_survivor() -> None:
+def test_a_rank_that_exits_is_reported_to_every_survivor() -> None:
     """`os._exit`: no farewell."""
     results = run_ranks(
         lambda group: _survive(group, "all_reduce", _exits, False), SIZE, kind="shared_memory", lost=[VICTIM]
@@ -146,7 +146,7 @@ def test_killed_in_the_middle_of_a_large_sum(in_heap: bool, nth: int, run: bool)
 def _stopped(group: Group, gave_up: Path) -> tuple[str, Any]:
     group.barrier()
     if group.rank == 1:
-        # Not dead, only silent: what a rank stopped in a debugger looks like.
+        # Alive, but stopped, as in a debugger.
         while not gave_up.exists():
             pass
         return "", None
@@ -205,7 +205,7 @@ def test_a_rank_that_is_stopped_is_named_at_the_deadline(nth: int) -> None:
     for rank, facts in enumerate(results):
         assert facts["closing"] < SOON
         if rank == VICTIM:
-            assert facts["error"] is not None, "it has heard that the others gave up"
+            assert facts["error"] is not None, "the others had given up"
             assert facts["seconds"] < SOON
             continue
         assert facts["error"] == "CollectiveTimeout", facts

@@ -25,7 +25,7 @@ ROUNDS = {"shared_memory": 40, "gloo": 8, "hierarchical": 8, "mpi": 20}
 def rank_with_alarms(group: Group) -> int:
     """Sum until the alarm of rank 0 aborts the group, recover, and again. How often the alarm was the reason."""
     alarmed = 0
-    chance = random.Random(0)
+    draw = random.Random(0)
     t, large = torch.ones(8), torch.ones(20_000)
 
     def on_alarm(number: int, frame: FrameType | None) -> None:
@@ -35,7 +35,7 @@ def rank_with_alarms(group: Group) -> int:
         if group.rank == 0:
             assert threading.current_thread() is threading.main_thread()
             signal.signal(signal.SIGALRM, on_alarm)
-            signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0005, 0.01))
+            signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0005, 0.01))
         until = time.monotonic() + 30
         try:
             while time.monotonic() < until:

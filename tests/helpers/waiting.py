@@ -1,4 +1,4 @@
-"""Waits with a deadline, for things that no event tells of: files, other processes' states, what an engine has got to."""
+"""Waits with a deadline, for what no event reports: files, other processes' states, what an engine has got to."""
 
 import os
 import select

@@ -68,8 +68,8 @@ def train(group: Group) -> dict[str, Any]:
     """An all-reduce, a broadcast, and some steps of a model."""
     total = torch.arange(5000, dtype=torch.float64) + group.rank
     group.all_reduce(total)
-    told = torch.full((3000,), float(group.rank))
-    group.broadcast(told, src=SIZE - 1)
+    received = torch.full((3000,), float(group.rank))
+    group.broadcast(received, src=SIZE - 1)
     generator = torch.Generator().manual_seed(group.rank)
     model = torch.nn.Sequential(torch.nn.Linear(20, 50), torch.nn.Tanh(), torch.nn.Linear(50, 3)).double()
     with torch.no_grad():
@@ -82,7 +82,7 @@ def train(group: Group) -> dict[str, Any]:
         ddp(torch.randn(8, 20, generator=generator, dtype=torch.float64)).square().mean().backward()
         optimizer.step()
     trained = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    return {"total": total, "told": told, "trained": trained}
+    return {"total": total, "received": received, "trained": trained}
 
 
 def survive(group: Group) -> tuple[str, int | None, float]:
@@ -103,7 +103,7 @@ def train_and_survive(group: HierarchicalGroup, note: Path) -> dict[str, Any]:
     mine = isinstance(group.inside, SharedMemoryGroup) and group.inside.in_heap(group.allocate(100))
     facts |= {"hosts": group.layout.hosts, "in_heap": mine}
     torch.save(facts, note / f"{group.rank}.trained")
-    return {"told": survive(group)}
+    return {"received": survive(group)}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_two_hosts_train_as_one_does(folder: Path) -> None:
         assert facts["hosts"] == ((0, 1), (2, 3))
         assert facts["in_heap"]
         torch.testing.assert_close(facts["total"], flat[rank]["total"])
-        assert torch.equal(facts["told"], flat[rank]["told"])
+        assert torch.equal(facts["received"], flat[rank]["received"])
         torch.testing.assert_close(facts["trained"], flat[rank]["trained"])
         assert torch.equal(facts["trained"], there[0]["trained"])
 
@@ -130,6 +130,6 @@ def test_two_hosts_train_as_one_does(folder: Path) -> None:
 def test_a_rank_that_dies_on_one_host_is_named_on_the_other(folder: Path) -> None:
     assert not (folder / f"{SIZE - 1}.pt").exists()
     for rank in range(SIZE - 1):
-        kind, lost, seconds = torch.load(folder / f"{rank}.pt")["told"]
+        kind, lost, seconds = torch.load(folder / f"{rank}.pt")["received"]
         assert (kind, lost) == ("PeerLost", SIZE - 1)
         assert seconds < 30

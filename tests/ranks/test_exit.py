@@ -58,10 +58,10 @@ EXIT = """
     model = torch.nn.Linear(2, 2)
     for kind in ("on_grad", "before_node", "after_node", "after_accumulate"):
         attach(model, "*", kind, Noisy())
-    class Heard:
+    class Listener:
         def ready(self): pass
-    heard = Heard()
-    hooks = GradHooks(list(model.parameters()), heard.ready)
+    listener = Listener()
+    hooks = GradHooks(list(model.parameters()), listener.ready)
     loss = model(torch.ones(1, 2)).sum()
     kept = on_grad(loss, Noisy()), after_node(loss.grad_fn, Noisy())
     loss.backward(retain_graph=True)

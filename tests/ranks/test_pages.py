@@ -154,7 +154,7 @@ def test_the_names_are_there_by_every_way_to_ask_for_them():
 
 
 @pytest.mark.parametrize("code", BLOCKS, ids=lambda code: re.sub(r"\W+", " ", code)[-40:])
-def test_the_readme_tells_the_truth(code, tmp_path, warm_python):
+def test_the_readme_matches_the_code(code, tmp_path, warm_python):
     page = tmp_path / "page.py"
     page.write_text(FORKED_RANKS + code)
     done = warm_python.run_file(page, timeout=300)

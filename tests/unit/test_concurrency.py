@@ -71,7 +71,7 @@ def test_a_call_is_waited_for_only_so_long_and_may_come_back_later():
     assert call.result() == 7
 
 
-def test_what_a_call_raises_is_raised_by_whoever_wants_its_result():
+def test_what_a_call_raises_is_raised_by_the_caller_that_gets_its_result():
     call = BoundedCall(lambda: 1 // 0, name="test-call")
     assert call.wait(100)
     with pytest.raises(ZeroDivisionError):

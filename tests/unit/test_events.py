@@ -119,7 +119,7 @@ def test_events_are_values() -> None:
         event.seq = 8  # type: ignore[misc]
 
 
-def test_a_listener_to_some_classes_hears_of_no_others() -> None:
+def test_a_listener_to_some_classes_gets_no_others() -> None:
     events, seen = Emitter(), []
     assert not events.wants(GradientReady)
     with events.listen(seen.append, only=(StepEnded, BucketReduced)):

@@ -298,7 +298,7 @@ def test_the_world_says_what_it_is(stock: Callable[..., Any]) -> None:
         assert has_store
 
 
-def test_an_async_work_tells_the_truth(stock: Callable[..., Any]) -> None:
+def test_an_async_work_reports_its_state(stock: Callable[..., Any]) -> None:
     def scenario(rank: int, size: int) -> Any:
         t = numbers(rank)
         work = dist.all_reduce(t, async_op=True)

@@ -55,13 +55,13 @@ def test_the_demo_trains_compares_and_writes_a_page(capfd, monkeypatch, tmp_path
     out = capfd.readouterr().out
     for name in (*(one.name for one in VARIANTS), "on this machine", "over 10000 Mbit/s"):
         assert name in out
-    *_, page, verdict = out.splitlines()
+    *_, page, conclusion = out.splitlines()
     run = (runs_directory({"XDG_STATE_HOME": str(tmp_path)}) / "latest").resolve()
     assert page.endswith(f": {run / 'report.html'}")
     assert "2 ranks" in (run / "report.html").read_text()
     drawn = picture.read_text().replace("&#160;", " ")
     assert all(words in drawn for words in ("validation loss", "over 10000 Mbit/s", "bitwise equal (digest "))
-    assert verdict.startswith("All 2 replicas are bitwise equal")
+    assert conclusion.startswith("All 2 replicas are bitwise equal")
 
 
 def test_a_directory_that_cannot_be_made_costs_only_the_page(capfd, monkeypatch, tmp_path):

@@ -172,6 +172,6 @@ def test_without_a_second_group_a_reduction_ends_before_torch_goes_on() -> None:
     assert run_ranks(rank_main, 2, kind="threads") == [set(), set()]
 
 
-def test_without_torch_distributed_it_says_what_is_missing() -> None:
+def test_without_torch_distributed_the_error_names_what_is_missing() -> None:
     with pytest.raises(UsageError, match=r"init_process_group"):
         as_torch_hook(mean())(None, Bucket([torch.zeros(2)]))

@@ -40,9 +40,11 @@ class TestHosts:
         # By path, without the package around it: importing torch takes longer than all the rest.
         code = f"import runpy; print(runpy.run_path({host.__file__!r})['host_identity']())"
         with hosts(2) as machines:
-            told = [m.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60) for m in machines]
-        assert len({done.stdout for done in told}) == 2
-        assert all(m.name in done.stdout for m, done in zip(machines, told, strict=True))
+            outputs = [
+                m.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60) for m in machines
+            ]
+        assert len({done.stdout for done in outputs}) == 2
+        assert all(m.name in done.stdout for m, done in zip(machines, outputs, strict=True))
 
     def test_hosts_reach_each_other(self) -> None:
         listen = "import socket; s = socket.create_server(('', 7000)); print('up', flush=True); c, _ = s.accept(); print(c.recv(9))"
@@ -88,7 +90,7 @@ class TestHosts:
                 pass
 
 
-def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert why_not() == "making network namespaces needs root"
     with pytest.raises(
@@ -106,7 +108,7 @@ def test_without_the_tools_it_names_them(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "'ip' is not installed" in str(why_not())
 
 
-def test_without_permission_it_says_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_permission_the_error_names_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda tool: "/bin/false")
 

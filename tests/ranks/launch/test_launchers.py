@@ -91,7 +91,7 @@ def test_gradwire_run_shows_the_cause_and_not_its_consequences(script, warm_pyth
     assert last[2].startswith("gradwire run: rank 1 failed first (exit code 1, after ")
 
 
-def test_the_page_on_launchers_tells_the_truth(monkeypatch, warm_python):
+def test_the_page_on_launchers_matches_the_code(monkeypatch, warm_python):
     page = (Path(__file__).parents[3] / "docs" / "launch.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     for name in os.environ.keys() - CLEAN.keys():

@@ -110,9 +110,9 @@ def test_a_rank_that_ignores_sigterm_is_killed(launch):
         """
         if rank == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            mark("deaf")
+            mark("ignoring")
             time.sleep(100)
-        wait_for("deaf-0")
+        wait_for("ignoring-0")
         sys.exit(7)
         """,
         grace=0.5,
@@ -192,7 +192,7 @@ def test_a_run_that_ends_well_is_saved_too(launch, tmp_path):
     assert (saved.text, saved.failed, [one.status for one in saved.ranks]) == ("", None, [0, 0])
 
 
-def test_a_full_disk_behind_the_output_is_said_and_is_not_sigpipe(launch, capfdbinary):
+def test_a_full_disk_behind_the_output_is_reported_and_is_not_sigpipe(launch, capfdbinary):
     saved = os.dup(1)
     with open("/dev/full", "wb") as full:
         os.dup2(full.fileno(), 1)

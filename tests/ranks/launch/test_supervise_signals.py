@@ -183,10 +183,10 @@ def test_an_interrupt_that_is_lost_in_an_import_does_not_take_the_grace(launch, 
 
 
 def test_a_second_interrupt_kills(launch, send):
-    send(("ready", signal.SIGINT), ("deaf", signal.SIGINT))
+    send(("ready", signal.SIGINT), ("ignoring", signal.SIGINT))
     code, _, err = launch(
         """
-        signal.signal(signal.SIGINT, lambda number, frame: mark("deaf"))
+        signal.signal(signal.SIGINT, lambda number, frame: mark("ignoring"))
         mark("ready")
         while True:
             time.sleep(100)

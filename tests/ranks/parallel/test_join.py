@@ -34,6 +34,11 @@ def expected(model: nn.Module, ranks: list[int], step: int, divisor: int) -> lis
     return gradients(alone)
 
 
+def assert_gradients(model: nn.Module, want: list[Tensor]) -> None:
+    for got, value in zip(gradients(model), want, strict=True):
+        torch.testing.assert_close(got, value)
+
+
 def step_down(model: nn.Module) -> None:
     with torch.no_grad():
         for p in model.parameters():
@@ -49,17 +54,20 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train_unevenly(group: Group, model: nn.Module, *, divide: bool, **flags: Any) -> list[Tensor]:
+def train_unevenly(
+    group: Group, model: nn.Module, *, divide: bool, hook: CommHook | None = None, **flags: Any
+) -> list[Tensor]:
     """Every rank has its own number of batches. Gradients are compared with plain arithmetic in every step."""
     ddp = DDP(model, process_group=group if flags.pop("own_group", False) else None, **flags)
+    if hook is not None:
+        ddp.register_comm_hook(None, hook)
     with ddp.join(divide_by_initial_world_size=divide):
         for step in range(BATCHES[group.rank]):
             training = [rank for rank in range(group.size) if BATCHES[rank] > step]
             want = expected(ddp.module, training, step, group.size if divide else len(training))
             ddp.zero_grad()
             ddp(inputs(group.rank, step)).pow(2).sum().backward()
-            for got, value in zip(gradients(ddp), want, strict=True):
-                torch.testing.assert_close(got, value)
+            assert_gradients(ddp, want)
             step_down(ddp)
     return [p.detach().clone() for p in ddp.parameters()]
 
@@ -94,8 +102,7 @@ def test_all_in_step_again_after_join(torch_world: Callable[..., Any]) -> None:
             want = expected(ddp.module, list(range(group.size)), 7, group.size)
             ddp.zero_grad()
             ddp(inputs(group.rank, 7)).pow(2).sum().backward()
-            for got, value in zip(gradients(ddp), want, strict=True):
-                torch.testing.assert_close(got, value)
+            assert_gradients(ddp, want)
 
     run_ranks(rank_main, 3, kind="gloo")
 
@@ -151,18 +158,8 @@ def test_a_rank_that_has_joined_divides_as_the_others_do(divide: bool) -> None:
     """Under a hook that keeps state, such as error feedback, a joined rank's own result matters."""
 
     def rank_main(group: Group) -> list[Tensor]:
-        ddp = DDP(copy.deepcopy(base), process_group=group, bucket_cap_mb=SMALL)
-        ddp.register_comm_hook(None, Shares())
-        with ddp.join(divide_by_initial_world_size=divide):
-            for step in range(BATCHES[group.rank]):
-                training = [rank for rank in range(group.size) if BATCHES[rank] > step]
-                want = expected(ddp.module, training, step, group.size if divide else len(training))
-                ddp.zero_grad()
-                ddp(inputs(group.rank, step)).pow(2).sum().backward()
-                for got, value in zip(gradients(ddp), want, strict=True):
-                    torch.testing.assert_close(got, value)
-                step_down(ddp)
-        return [p.detach().clone() for p in ddp.parameters()]
+        flags: dict[str, Any] = {"own_group": True, "bucket_cap_mb": SMALL}
+        return train_unevenly(group, copy.deepcopy(base), divide=divide, hook=Shares(), **flags)
 
     base = mlp(seed=0)
     first, *others = run_ranks(rank_main, 3)
@@ -185,7 +182,7 @@ def test_no_sync_under_join(torch_world: Callable[..., Any]) -> None:
     assert run_ranks(rank_main, 2, kind="gloo") == [3, 3]
 
 
-def test_early_termination_is_told_to_every_rank(torch_world: Callable[..., Any]) -> None:
+def test_early_termination_is_reported_to_every_rank(torch_world: Callable[..., Any]) -> None:
     def rank_main(group: Group) -> int:
         with torch_world(group, "gloo"):
             ddp, steps = DDP(mlp(seed=0)), 0
@@ -262,8 +259,7 @@ def test_copies_and_pickles_of_a_model_on_the_default_group_train_on_their_own(t
                 want = expected(copied.module, [0, 1], 4, 2)
                 copied.zero_grad()
                 copied(inputs(group.rank, 4)).pow(2).sum().backward()
-                for got, value in zip(gradients(copied), want, strict=True):
-                    torch.testing.assert_close(got, value)
+                assert_gradients(copied, want)
                 assert copied.replica is not ddp.replica
                 assert repr(copied.replica.hook) == "cast(torch.float64) > mean()"
             assert ddp.replica.reducer.steps == 4
@@ -284,6 +280,6 @@ def test_a_model_on_a_group_of_its_own_cannot_be_pickled() -> None:
     run_ranks(rank_main, 1)
 
 
-def test_without_a_default_group_the_error_says_what_to_do() -> None:
+def test_without_a_default_group_the_error_names_what_to_do() -> None:
     with pytest.raises(ValueError, match="Default process group has not been initialized.*pass your own group"):
         DDP(mlp(seed=0))

@@ -76,10 +76,10 @@ def test_a_warning_exactly_when_replicas_differ(hook: Callable[[], CommHook], un
             for _ in range(last):
                 step(model, optimizer, group.rank)
             saved = model if form == "ddp" else inner
-            told = warned(saved.state_dict)
-            if told:
-                assert len(told) == 1
-                assert "average_parameters()" in told[0]
+            warning_texts = warned(saved.state_dict)
+            if warning_texts:
+                assert len(warning_texts) == 1
+                assert "average_parameters()" in warning_texts[0]
                 assert not warned(saved.state_dict)
                 found.add(last)
         return found

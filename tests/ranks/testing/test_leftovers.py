@@ -92,7 +92,7 @@ def test_sockets_and_descriptors_are_described() -> None:
     assert before.compare() == []
 
 
-def test_a_descriptor_that_was_closed_and_opened_anew_is_seen() -> None:
+def test_a_descriptor_that_was_closed_and_opened_again_is_seen() -> None:
     read, write = os.pipe()
     before = Leftovers.snapshot()
     os.close(read)

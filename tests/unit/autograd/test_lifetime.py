@@ -135,7 +135,7 @@ def test_hooks_of_one_kind_share_one_torch_hook() -> None:
     assert len(w._backward_hooks) == 0
 
 
-class Heard:
+class CallCounter:
     number = 0
 
     def ready(self) -> None:
@@ -146,8 +146,8 @@ class Heard:
 def test_steps_leave_nothing_behind() -> None:
     model = nn.Linear(2, 2)
     attach(model, "*", Kind.BEFORE_NODE, lambda grads: None)
-    heard = Heard()
-    hooks = GradHooks(list(model.parameters()), heard.ready)
+    counter = CallCounter()
+    hooks = GradHooks(list(model.parameters()), counter.ready)
 
     def steps(count: int) -> int:
         for _ in range(count):
@@ -161,7 +161,7 @@ def test_steps_leave_nothing_behind() -> None:
     steps(10)
     before = steps(10)
     assert steps(200) - before < 20
-    assert heard.number == 220 * 2
+    assert counter.number == 220 * 2
     hooks.remove()
 
 

@@ -43,9 +43,9 @@ def signatures(*ops: Collective) -> list[Signature]:
     ],
 )
 def test_a_disagreement_names_who_differs_in_what(ops: tuple[Collective, ...], problem: str) -> None:
-    told = disagreement(signatures(*ops))
-    assert told is not None
-    assert told.startswith(f"ranks differ in {problem}")
+    message = disagreement(signatures(*ops))
+    assert message is not None
+    assert message.startswith(f"ranks differ in {problem}")
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_one_rank_that_differs_in_one_field_is_found(size: int, data: st.DataObj
     same = build.reduce(t, dst=0).signature
     all_of_them = [same] * size
     all_of_them[odd] = replace(same, **{field: FIELDS[field]})
-    told = disagreement(all_of_them)
-    assert told is not None
+    message = disagreement(all_of_them)
+    assert message is not None
     if size > 2:
-        assert f"rank {odd} has" in told
+        assert f"rank {odd} has" in message
     assert comparable(all_of_them[odd]) != comparable(same)

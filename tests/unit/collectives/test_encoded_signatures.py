@@ -71,9 +71,9 @@ def test_a_peer_that_writes_the_protocol_by_hand_runs_nothing_in_a_verified_rank
         group.run(all_gather(places, bomb, label="compare signatures"))
         return None
 
-    told, _ = run_ranks(rank_main, 2)
-    assert told is not None
-    assert "reading which operation rank 1 has submitted" in told
+    message, _ = run_ranks(rank_main, 2)
+    assert message is not None
+    assert "reading which operation rank 1 has submitted" in message
     assert not os.path.exists(path)
 
 
@@ -92,8 +92,8 @@ def test_a_peer_that_writes_the_protocol_by_hand_runs_nothing_where_hosts_meet(t
         group.run(build.all_gather(places, bomb, label="who is where?"))
         return None
 
-    told, _ = run_ranks(rank_main, 2)
-    assert told is not None
+    message, _ = run_ranks(rank_main, 2)
+    assert message is not None
     assert not os.path.exists(path)
 
 

@@ -96,7 +96,7 @@ def test_signature_defaults_show_nothing() -> None:
     assert str(Signature(OpKind.BARRIER)) == "barrier()"
 
 
-def test_kinds_know_what_they_are() -> None:
+def test_properties_of_kinds() -> None:
     assert {kind for kind in OpKind if kind.is_p2p} == {OpKind.SEND, OpKind.RECV}
     assert {kind for kind in OpKind if kind.reduces} == {
         OpKind.ALL_REDUCE,

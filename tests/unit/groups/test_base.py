@@ -94,7 +94,9 @@ def test_a_hooks_error_does_not_refuse_a_submit_and_comes_out_of_the_wait(group:
         assert group.flush_completions()
     work = group.submit(build.barrier())
     assert work.seq == 1
-    with pytest.raises(CollectiveTimeout):  # the operation goes first: whoever catches the hook's error has its outputs
+    with pytest.raises(
+        CollectiveTimeout
+    ):  # the operation goes first: a caller that catches the hook's error has its outputs
         work.wait(0.0)
     work.finish()
     with pytest.raises(HookError, match="boom") as caught:
@@ -166,7 +168,7 @@ def test_close_waits_for_what_is_in_flight() -> None:
     assert work.wait()
 
 
-def test_close_gives_up_and_says_so() -> None:
+def test_close_gives_up_and_raises() -> None:
     group = ByHand(0, 1)
     work = group.submit(build.barrier())
     began = time.perf_counter()

@@ -27,16 +27,16 @@ def names(events: list[CollectiveEvent]) -> list[tuple[str, int]]:
     return [(type(event).__name__.removeprefix("Collective"), event.seq) for event in events]
 
 
-def test_each_rank_hears_of_its_own_operations() -> None:
+def test_each_rank_gets_events_of_its_own_operations() -> None:
     world = ThreadGroup.world(2)
-    heard: list[list[CollectiveEvent]] = [[], []]
-    for group, events in zip(world, heard, strict=True):
+    received: list[list[CollectiveEvent]] = [[], []]
+    for group, events in zip(world, received, strict=True):
         group.events.listen(events.append)
     first = world[0].all_reduce(torch.ones(2), async_op=True, label="x")
-    assert names(heard[0]) == [("Submitted", 0)]
+    assert names(received[0]) == [("Submitted", 0)]
     world[1].all_reduce(torch.ones(2), label="x")
     first.wait()
-    for rank, events in enumerate(heard):
+    for rank, events in enumerate(received):
         assert names(events) == [("Submitted", 0), ("Started", 0), ("Finished", 0)]
         assert [type(e) for e in events] == [CollectiveSubmitted, CollectiveStarted, CollectiveFinished]
         assert {(e.group, e.rank, e.kind, e.label, e.nbytes) for e in events} == {
@@ -48,7 +48,7 @@ def test_each_rank_hears_of_its_own_operations() -> None:
         group.close()
 
 
-def test_a_failure_is_told_with_its_error() -> None:
+def test_a_failure_is_reported_with_its_error() -> None:
     a, b = ThreadGroup.world(2)
     events: list[CollectiveEvent] = []
     a.events.listen(events.append)
@@ -63,7 +63,7 @@ def test_a_failure_is_told_with_its_error() -> None:
         group.close()
 
 
-def test_a_refused_operation_is_not_told() -> None:
+def test_a_refused_operation_is_not_reported() -> None:
     (group,) = ThreadGroup.world(1)
     events: list[CollectiveEvent] = []
     group.events.listen(events.append)

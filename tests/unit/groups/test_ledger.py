@@ -1,4 +1,4 @@
-"""The ledger: numbers, what is in flight, what is told to whom, and the words of a time-out."""
+"""The ledger: numbers, what is in flight, which callback gets what, and the message of a time-out."""
 
 import threading
 
@@ -46,7 +46,7 @@ def test_pending_is_what_was_submitted_and_not_settled(ledger: Ledger) -> None:
     assert str(a.exception()) == "x"
 
 
-def test_events_tell_the_facts_in_order(ledger: Ledger) -> None:
+def test_events_report_the_facts_in_order(ledger: Ledger) -> None:
     seen: list[object] = []
     ledger.events.listen(seen.append)
     good, bad = enter(ledger, label="good"), enter(ledger, label="bad")

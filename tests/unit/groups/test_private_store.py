@@ -170,7 +170,7 @@ def test_a_file_of_another_user_is_refused() -> None:
     os.close(fd)
 
 
-def test_a_process_that_is_gone_is_an_error_that_says_so() -> None:
+def test_a_process_that_is_gone_is_an_error() -> None:
     store = PrivateStore.create()
     name = store.name
     store.close()

@@ -109,7 +109,7 @@ def test_a_world_has_at_least_one_rank() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_mismatch_is_told_to_every_rank(mine: Any, theirs: Any, differ_in: str) -> None:
+def test_a_mismatch_is_reported_to_every_rank(mine: Any, theirs: Any, differ_in: str) -> None:
     world = ThreadGroup.world(3)
     works = [world[0].submit(mine), world[2].submit(mine), world[1].submit(theirs)]
     for work in works:
@@ -149,7 +149,7 @@ def test_sizes_that_do_not_fit_between_ranks_are_an_error_of_the_group_on_every_
     close(a, b)
 
 
-def test_a_message_that_does_not_fit_is_told_to_both_sides() -> None:
+def test_a_message_that_does_not_fit_is_reported_to_both_sides() -> None:
     a, b = ThreadGroup.world(2)
     for place in (torch.zeros(4), torch.zeros(3, dtype=torch.int64)):
         send = a.send(torch.ones(3), dst=1, async_op=True)

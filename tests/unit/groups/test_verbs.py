@@ -1,4 +1,4 @@
-"""The verbs: each makes the collective its constructor makes, and waits unless told not to."""
+"""The verbs: each makes the collective its constructor makes, and waits unless async_op is set."""
 
 from collections.abc import Callable, Iterator
 

@@ -60,12 +60,16 @@ def test_owners_checks_run_with_every_tick() -> None:
 
 
 def test_its_thread_expires_what_nobody_waits_for() -> None:
-    watchdog, ledger, told = Watchdog("w", interval=0.005), Ledger(name="some group", rank=0, size=1), threading.Event()
+    watchdog, ledger, called = (
+        Watchdog("w", interval=0.005),
+        Ledger(name="some group", rank=0, size=1),
+        threading.Event(),
+    )
     watchdog.watch(ledger)
     work = enter(ledger, timeout=0.02)
-    work.add_done_callback(lambda work: told.set())
+    work.add_done_callback(lambda work: called.set())
     watchdog.wake()
-    assert told.wait(100)
+    assert called.wait(100)
     watchdog.stop()
     assert ended(watchdog)
 

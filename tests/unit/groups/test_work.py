@@ -1,4 +1,4 @@
-"""Work: settled once, waited on by anybody; what it tells and what its future does."""
+"""Work: settled once, waited on by anybody; what it reports and what its future does."""
 
 import gc
 import threading

@@ -73,7 +73,7 @@ def test_a_deadline_names_the_missing():
         group.close(timeout=0)
 
 
-def test_a_wrapper_inside_that_has_forgotten_its_step_still_tells_who_was_missing():
+def test_a_wrapper_inside_that_has_forgotten_its_step_still_reports_who_was_missing():
     """Which of two nested wrappers gives up first is a race; here the inner one has always gone when it is asked."""
 
     class Forgetful(NanCheck):

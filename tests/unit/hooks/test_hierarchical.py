@@ -240,11 +240,11 @@ def test_wrappers_accept_it_or_raise(wrapper: Any) -> None:
                 return str(error)
             return value.tolist(), [signature.scope for signature in group.submitted]
 
-    for told in run_ranks(rank_main, 4, kind="threads"):
+    for result in run_ranks(rank_main, 4, kind="threads"):
         if wrapper is Recording:
-            assert told == ([1.5] * 8, [Scope.INSIDE, Scope.ACROSS, Scope.INSIDE])
+            assert result == ([1.5] * 8, [Scope.INSIDE, Scope.ACROSS, Scope.INSIDE])
         else:
-            assert f"{wrapper.__name__} needs all of them for every operation. Wrap the parts" in told
+            assert f"{wrapper.__name__} needs all of them for every operation. Wrap the parts" in result
 
 
 def test_a_group_without_hosts_is_one_host() -> None:
@@ -255,8 +255,8 @@ def test_a_group_without_hosts_is_one_host() -> None:
         reduce_on(group, odd, torch.zeros(2))
         return torch.cat([*values, grad])
 
-    for told in run_ranks(rank_main, 2, kind="threads"):
-        assert told.tolist() == [1.0 + 2**-12] * 4 + [2.0]
+    for result in run_ranks(rank_main, 2, kind="threads"):
+        assert result.tolist() == [1.0 + 2**-12] * 4 + [2.0]
 
 
 def test_replicas_train_with_it() -> None:
@@ -274,9 +274,9 @@ def test_replicas_train_with_it() -> None:
             replica.detach()
             return fed, exact
 
-    told = run_ranks(rank_main, 4, kind="threads")
-    for fed, exact in told:
-        assert torch.equal(fed, told[0][0])
+    result = run_ranks(rank_main, 4, kind="threads")
+    for fed, exact in result:
+        assert torch.equal(fed, result[0][0])
         torch.testing.assert_close(fed, exact, rtol=2e-2, atol=2e-2)
         assert not torch.equal(fed, exact)
 

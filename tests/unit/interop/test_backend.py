@@ -34,7 +34,7 @@ def init(backend: str = "gradwire", **named: Any) -> Group:
     return gw.from_process_group()
 
 
-def test_registering_is_silent_and_may_be_repeated() -> None:
+def test_registering_warns_of_nothing_and_may_be_repeated() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gw.register_backend()
@@ -154,7 +154,7 @@ OPTION_CLASSES = [
 
 
 @pytest.mark.parametrize("name", OPTION_CLASSES)
-def test_untouched_options_say_nothing(name: str) -> None:
+def test_untouched_options_warn_of_nothing(name: str) -> None:
     assert read_settings("some_method", (getattr(c10d, name)(),)) == Settings()
 
 

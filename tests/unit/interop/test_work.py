@@ -1,4 +1,4 @@
-"""TorchWork tells the truth, in flight, afterwards and in failure."""
+"""TorchWork reports its true state, in flight, afterwards and in failure."""
 
 import gc
 import weakref

@@ -90,7 +90,7 @@ def test_the_tail_holds_the_last_lines_and_not_too_many_bytes(pipe):
     assert (len(stream.tail[-1]), stream.tail[-1][-2:]) == (4096, b"xz")
 
 
-def test_a_full_disk_is_said_by_its_name():
+def test_a_full_disk_is_named():
     with open("/dev/full", "wb", buffering=0) as full:
         screen = Screen(full.fileno(), {})
         screen.write(b"hello\n")

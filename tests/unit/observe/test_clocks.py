@@ -59,7 +59,7 @@ def test_hosts_with_nothing_in_common_go_by_their_wall_clocks(record, ring):
     assert (align(rings)["b"].offset, align(rings)["b"].error) == (-600, -1)
 
 
-def test_a_broadcast_tells_nothing(record, ring):
+def test_a_broadcast_gives_no_offset(record, ring):
     rings = [ring(r, *collectives(record, r, [(r, r + 5)], op="broadcast"), host="ab"[r]) for r in range(2)]
     assert align(rings)["b"].error == -1
 

@@ -298,7 +298,7 @@ def test_opentelemetry_metrics_and_spans():
 @pytest.mark.parametrize(
     "make", [lambda: observe.prometheus(port=0, rank=0), lambda: observe.opentelemetry_spans(rank=0)]
 )
-def test_without_the_package_the_error_says_how_to_get_it(make, monkeypatch):
+def test_without_the_package_the_error_shows_how_to_get_it(make, monkeypatch):
     for name in ("prometheus_client", "opentelemetry.trace"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match=r"pip install 'gradwire\["):

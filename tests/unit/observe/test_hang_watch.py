@@ -64,7 +64,7 @@ def test_waits_for_the_same_rank_are_counted_and_not_repeated(ring, tmp_path):
     evaluating.close()
 
 
-def test_a_directory_without_rings_says_nothing(watch):
+def test_a_directory_without_rings_reports_nothing(watch):
     assert watch.check() == []
 
 

@@ -74,7 +74,7 @@ def test_a_rank_that_has_never_submitted_anything_is_missing(rank):
     assert waiting.missing == (1,)
 
 
-def test_nothing_can_be_said_of_a_group_without_a_name_whose_record_was_overwritten(record):
+def test_nothing_can_be_reported_of_a_group_without_a_name_whose_record_was_overwritten(record):
     progress = RankProgress(0, {"pid": 100, "process_start": "", "libraries": []})
     progress.update([record(kind, 0, op="all_reduce", ordinal=1) for kind in (K.COLLECTIVE_SUBMITTED, WAITED)])
     assert find_waiting([progress], 6 * S) is None

@@ -33,7 +33,7 @@ def test_without_py_spy_there_are_no_stacks(monkeypatch):
     assert hang_stacks.dump_stacks({"a": os.getpid()}, within=1.0) == {}
 
 
-def test_the_file_of_stacks_does_not_grow_for_ever(recorded):
+def test_the_file_of_stacks_does_not_grow_forever(recorded):
     path = recorded / "rank-0.stacks"
     with path.open("a") as file:
         file.write("x" * (1 << 20) + "\n")

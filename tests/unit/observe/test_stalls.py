@@ -79,5 +79,5 @@ def test_the_rank_that_stands_elsewhere_is_named(rank, frames, state, cause, whe
 
 
 @pytest.mark.parametrize("frames", [(ENGINE, LOOP), (USER, LOOP)])
-def test_nothing_is_said_if_all_ranks_do_the_same(rank, frames):
+def test_nothing_is_reported_if_all_ranks_do_the_same(rank, frames):
     assert stall_of([rank(0), rank(1)], {0: frames, 1: frames}) is None

@@ -30,7 +30,7 @@ def test_a_straggler_is_reported_once():
     assert [one.rank for one in watch.current] == [3]
 
 
-def test_nothing_is_said_of_a_hiccup():
+def test_nothing_is_reported_of_a_hiccup():
     rows, slow = made_steps(8, 100), made_steps(8, 100, SLOW)
     rows = {rank: [*rows[rank][:30], *slow[rank][30:51], *rows[rank][51:]] for rank in rows}
     assert watched(StragglerWatch(), rows, 0.0) == []

@@ -53,7 +53,7 @@ def test_the_slow_rank_and_its_phase_are_found(ranks, extra, expected):
 
 def test_a_straggler_is_found_where_steps_differ_more_than_it_costs():
     assert named(slow_ranks(made_steps(4, 30, {(0, FORWARD): 0.5}, jitter=0.1, seed=3457))) == {(0, FORWARD)}
-    for seed in range(4):  # other ranks are last in many steps, by chance
+    for seed in range(4):  # other ranks are last in many steps, at random
         found = stragglers_over_time(made_steps(8, 200, {(0, FORWARD): 0.5}, jitter=0.2, seed=seed))
         assert sum(one.steps for one in found if one.rank == 0) > 150
 

@@ -135,7 +135,7 @@ def test_a_buffer_hook_must_be_callable() -> None:
     run_ranks(rank_main, 1)
 
 
-def test_a_replica_knows_its_buffers_by_name() -> None:
+def test_a_replica_lists_its_buffers_by_name() -> None:
     def rank_main(group: Group) -> list[str]:
         model = Counter(0)
         replica = Replica(model, group, policies=ReplicaPolicies(ignore=["count"]))

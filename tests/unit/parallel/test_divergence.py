@@ -36,7 +36,7 @@ def raised(check: DivergenceCheck) -> ReplicasDiverged:
     return caught.value
 
 
-def test_equal_replicas_are_quiet_and_cost_one_small_collective_every_n_steps() -> None:
+def test_equal_replicas_raise_no_warning_and_cost_one_small_collective_every_n_steps() -> None:
     def rank_main(group: Group) -> None:
         recorded = Recording(group)
         check = DivergenceCheck(copy.deepcopy(START), recorded, every=3)

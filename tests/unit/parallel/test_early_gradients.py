@@ -447,17 +447,19 @@ def test_nothing_keeps_a_dropped_model_alive() -> None:
     run_ranks(rank_main, 1)
 
 
+class Listener:
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+
+    def ready(self, indices: list[int], gradients: list[Tensor]) -> None:
+        self.indices += indices
+
+
 def test_the_op_outside_a_backward_does_nothing() -> None:
-    heard = []
-
-    class Owner:
-        def heard(self, indices: list[int], gradients: list[Tensor]) -> None:
-            heard.extend(indices)
-
-    owner, w = Owner(), torch.ones(2, requires_grad=True)
-    handle = on_compiled_gradients([w], owner.heard)
+    owner, w = Listener(), torch.ones(2, requires_grad=True)
+    handle = on_compiled_gradients([w], owner.ready)
     assert torch.ops.gradwire.ready(torch.ones(2), None, 0, 1).numel() == 0
-    assert heard == []
+    assert owner.indices == []
     handle.remove()
 
 
@@ -478,16 +480,10 @@ class _Double(torch.autograd.Function):
 
 @pytest.mark.parametrize(("length", "inputs", "calls"), [(2, 3, [0]), (1, 3, []), (2, 2, [])])
 def test_a_report_must_fit_the_parameter_and_the_graph(length: int, inputs: int, calls: list[int]) -> None:
-    heard = []
-
-    class Owner:
-        def heard(self, indices: list[int], gradients: list[Tensor]) -> None:
-            heard.extend(indices)
-
-    owner, w = Owner(), torch.ones(2, requires_grad=True)
-    handle = on_compiled_gradients([w], owner.heard)
+    owner, w = Listener(), torch.ones(2, requires_grad=True)
+    handle = on_compiled_gradients([w], owner.ready)
     _Double.apply(w, length, inputs).sum().backward()
-    assert heard == calls
+    assert owner.indices == calls
     handle.remove()
 
 

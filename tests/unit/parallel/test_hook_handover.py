@@ -166,7 +166,7 @@ class Hoarder(CommHook):
         return []
 
 
-def test_a_hook_that_cannot_tell_what_it_owes_is_warned_of() -> None:
+def test_a_hook_that_cannot_return_what_it_owes_warns() -> None:
     with pytest.warns(UserWarning, match=r"mean\(\) takes the place of .*Hoarder.* they are dropped"):
         states_of(Hoarder()).transfer_to(mean(), step=1)
     with warnings.catch_warnings():

@@ -255,14 +255,14 @@ DILOCO = streaming_diloco(every=3, fragments=2, delay=1)
     ],
     ids=["no step", "text for a step", "no states", "a spoilt state", "no outer", "rounds", "what came", "anchor"],
 )
-@pytest.mark.parametrize("face", ["replica", "torch"])
-def test_what_cannot_be_read_on_one_rank_changes_nothing_on_any(hook: CommHook, spoil: Any, face: str) -> None:
+@pytest.mark.parametrize("api", ["replica", "torch"])
+def test_what_cannot_be_read_on_one_rank_changes_nothing_on_any(hook: CommHook, spoil: Any, api: str) -> None:
     """Whatever the error is: the others neither wait for the rank that has it, nor continue without it."""
 
     def rank_main(group: Group) -> str | None:
         parameters = [(n, p.detach().clone().requires_grad_()) for n, p in NET.named_parameters()]
         owner: Any = as_torch_hook(hook, group, named_parameters=parameters)
-        if face == "replica":
+        if api == "replica":
             owner = replicate(model := copy.deepcopy(NET), group=group, hook=hook)
             owner.attach_optimizer()
             train(model, group.rank, range(2))
@@ -283,7 +283,7 @@ def test_what_cannot_be_read_on_one_rank_changes_nothing_on_any(hook: CommHook, 
         for text in ("hook", "structure", "order"):
             assert after.pop(text, None) == now.pop(text, None)
         torch.testing.assert_close(after, now, rtol=0, atol=0)
-        if face == "replica":
+        if api == "replica":
             owner.detach()
         return str(caught.value)
 

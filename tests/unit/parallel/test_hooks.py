@@ -269,7 +269,7 @@ def test_set_hook_replaces_a_registered_hook_of_either_kind(ddp: DDP) -> None:
     assert ddp._get_ddp_logging_data()["comm_hook"] == "mean()"
 
 
-def test_a_disagreement_is_told_to_every_rank_and_changes_nothing() -> None:
+def test_a_disagreement_is_reported_to_every_rank_and_changes_nothing() -> None:
     def rank_main(group: Group) -> str:
         ddp = DDP(nn.Linear(4, 2), process_group=group)
         with pytest.raises(HookError) as caught:

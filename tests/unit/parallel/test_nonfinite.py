@@ -343,7 +343,7 @@ def test_it_costs_no_collective_with_a_hook_that_passes_nan_on_and_one_with_any_
 
 
 @pytest.mark.parametrize("name", ["ddp.md", "silent-errors.md"])
-def test_the_pages_tell_the_truth(name: str) -> None:
+def test_the_pages_match_the_code(name: str) -> None:
     page = Path(__file__).parents[3] / "docs" / name
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
     assert blocks

@@ -180,7 +180,7 @@ def test_several_optimizers_make_one_step_together() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_who_forgets_to_attach_the_optimizer_is_told_when_an_outer_step_was_due(every: int) -> None:
+def test_a_forgotten_optimizer_is_an_error_when_an_outer_step_was_due(every: int) -> None:
     def rank_main(group: Group) -> int:
         model = copy.deepcopy(NET)
         replicate(model, group=group, hook=local_sgd(every=every))
@@ -199,7 +199,7 @@ def test_who_forgets_to_attach_the_optimizer_is_told_when_an_outer_step_was_due(
     assert run_ranks(rank_main, 1) == [every]
 
 
-def test_steps_can_be_told_by_hand() -> None:
+def test_steps_can_be_counted_by_hand() -> None:
     def rank_main(group: Group) -> list[bool]:
         model = copy.deepcopy(NET)
         replica = replicate(model, group=group, hook=local_sgd(every=2))
@@ -220,7 +220,7 @@ def test_steps_can_be_told_by_hand() -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_outer_steps_know_of_hosts(delay: int) -> None:
+def test_outer_steps_use_hosts(delay: int) -> None:
     """What diloco sends goes by its hook's two levels: exact inside a host, narrow between hosts."""
 
     def rank_main(world: Group) -> list[str]:
@@ -244,12 +244,12 @@ def test_outer_steps_know_of_hosts(delay: int) -> None:
     assert run_ranks(rank_main, 4, kind="threads") == [["bfloat16"] * 2] * 4
 
 
-@pytest.mark.parametrize("face", ["replica", "torch"])
-def test_who_attaches_again_does_not_count_twice(group: Group, face: str) -> None:
+@pytest.mark.parametrize("api", ["replica", "torch"])
+def test_attaching_again_does_not_count_twice(group: Group, api: str) -> None:
     """Neither the same optimizer nor one that takes its place; and one that is refused leaves the earlier one attached."""
     model = copy.deepcopy(NET)
     owner: Any = as_torch_hook(local_sgd(every=2), group, named_parameters=model.named_parameters())
-    if face == "replica":
+    if api == "replica":
         owner = replicate(model, group=group, hook=local_sgd(every=2))
     first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
     for attached, stepped, counted in [
@@ -268,7 +268,7 @@ def test_who_attaches_again_does_not_count_twice(group: Group, face: str) -> Non
     first.step()
     second.step()
     assert owner.hook_state_dict()["step"] == 5
-    if face == "replica":
+    if api == "replica":
         owner.detach()
 
 
@@ -487,7 +487,7 @@ def test_a_rank_that_is_new_takes_the_anchor_from_rank_0() -> None:
 # -- torch's own DDP -----------------------------------------------------------------------------------------------------
 
 
-def test_torchs_ddp_also_tells_who_forgot(group: Group) -> None:
+def test_torchs_ddp_also_reports_a_forgotten_optimizer(group: Group) -> None:
     weight = torch.zeros(2, requires_grad=True)
     hook = as_torch_hook(local_sgd(every=1), group, named_parameters=[("weight", weight)])
 

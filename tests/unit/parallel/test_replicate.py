@@ -141,7 +141,7 @@ def test_a_copy_is_an_ordinary_module(group: Group, how: str) -> None:
     own.detach(), replica.detach()
 
 
-def test_a_replica_tells_when_its_module_is_gone(group: Group) -> None:
+def test_a_replica_raises_when_its_module_is_gone(group: Group) -> None:
     replica = replicate(mlp(), group=group)
     with pytest.raises(UsageError, match="the replicated module is gone"):
         _ = replica.module

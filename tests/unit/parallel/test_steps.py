@@ -249,7 +249,7 @@ def test_the_weighted_mean_is_the_gradient_over_the_union_of_unequal_batches() -
             torch.testing.assert_close(ours, p.grad)
 
 
-def test_ranks_with_other_models_hear_it_at_construction() -> None:
+def test_ranks_with_other_models_raise_at_construction() -> None:
     def rank_main(group: Group) -> str:
         with pytest.raises(LayoutError) as caught:
             DDP(nn.Linear(4, 2 + (group.rank == 1)), process_group=group)
@@ -283,7 +283,7 @@ def test_what_cannot_be_replicated(group: Group, model: nn.Module, words: str) -
     assert isinstance(caught.value, RuntimeError)
 
 
-def test_events_tell_a_step_in_order(group: Group) -> None:
+def test_events_report_a_step_in_order(group: Group) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     replica = Replica(model, group)
     replica.reducer.order.limits = (1,)

@@ -50,7 +50,7 @@ class Several(CommHook):
 
 
 class Scripted(CommHook):
-    """Says `collectives = 1`, whatever it does."""
+    """Declares `collectives = 1`, whatever it does."""
 
     collectives = 1
 
@@ -132,17 +132,17 @@ def test_a_hook_that_lies_is_a_hook_error(alone: Driver, script: Callable[..., R
     assert caught.value.hook == "scripted()"
 
 
-class Silent(Scripted):
-    """Says `collectives = 0`, whatever it does."""
+class DeclaresNone(Scripted):
+    """Declares `collectives = 0`, whatever it does."""
 
     collectives = 0
 
 
 def test_a_hook_of_no_collective_is_done_at_once(alone: Driver) -> None:
-    assert launch(alone, Silent(none_at_all), 2.0).wait().tolist() == [2.0, 2.0, 2.0]
+    assert launch(alone, DeclaresNone(none_at_all), 2.0).wait().tolist() == [2.0, 2.0, 2.0]
     assert alone._lane.idle
     with pytest.raises(HookError, match="declares collectives = 0 but yielded all_reduce"):
-        launch(alone, Silent(second_one), 1.0)
+        launch(alone, DeclaresNone(second_one), 1.0)
 
 
 # -- several, on the lane ------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_a_hook_that_raises_on_the_lane_raises_in_the_waiter_and_not_in_the_next
     assert second.wait().tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_hook_that_computes_for_ever_is_given_up() -> None:
+def test_a_hook_that_computes_forever_is_given_up() -> None:
     (group,) = ThreadGroup.world(1, timeout=0.02)
     driver, gate = Driver(group), threading.Event()
     pending = launch(driver, Several(lambda turn: gate.wait(PATIENCE) or None), 1.0)

@@ -44,7 +44,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-def test_the_description_tells_every_difference(other: list[ParameterSpec]) -> None:
+def test_the_description_shows_every_difference(other: list[ParameterSpec]) -> None:
     assert [p.describe() for p in (A, B, C)] != [p.describe() for p in other]
 
 

@@ -81,7 +81,7 @@ ROWS: dict[str, tuple[list[list[int]], list[Any], list[int | str], State]] = {
     ),
     "shared, one use still to come": (TWO, [("static", 1, 1, 2, 1), "prepare", 2, 3, 1, 0], [], State.RUNNING),
     "static and never used": (TWO, [("static", 1, 1, 0, 0), "prepare", 1, 0], [0, 1, "last"], State.LAUNCHED),
-    "a static graph knows better than a search": (
+    "a static graph overrides a search": (
         TWO, [("static", 1, 1, 1, 1), ("unused", 3), 3, 2, 1, 0], [0, 1, "last"], State.LAUNCHED,
     ),
     "failure with three buckets in flight": (THREE, ["prepare", 3, 2, 1, 0, "fail"], [0, 1, 2, "last"], State.RESTING),
@@ -243,7 +243,7 @@ def test_any_order_launches_every_bucket_once_in_index_order(
     st.frozensets(st.integers(0, 5), max_size=2),
     st.frozensets(st.integers(0, 5), max_size=2),
 )
-def test_gradients_told_of_together_count_as_each_alone(
+def test_gradients_reported_in_one_call_count_as_each_alone(
     dealt: list[int], arrival: list[int], cuts: list[int], static: bool, again: frozenset[int], unused: frozenset[int]
 ) -> None:
     edges = [0, *sorted(cuts), 6]
@@ -257,7 +257,7 @@ def test_gradients_told_of_together_count_as_each_alone(
         else:
             runs.append([i])
 
-    def tell(machine: Machine, steps: Sequence[Sequence[int]], how: Any) -> list[Any]:
+    def feed(machine: Machine, steps: Sequence[Sequence[int]], how: Any) -> list[Any]:
         if static:
             machine.static_uses = [1] * 6
         machine.prepare(unused)
@@ -269,8 +269,8 @@ def test_gradients_told_of_together_count_as_each_alone(
                 return [str(error)]  # a run in which one comes twice launches nothing; the step is lost anyway
         return [*seen, machine.state, machine.missing(), machine.arrival, machine.next_bucket]
 
-    expected = tell(one_by_one, [[i] for i in arrival], Machine.arrived)
-    assert tell(together, runs, Machine.arrived) == expected
+    expected = feed(one_by_one, [[i] for i in arrival], Machine.arrived)
+    assert feed(together, runs, Machine.arrived) == expected
 
 
 def test_gradients_that_changed_too_late_are_named() -> None:

@@ -224,7 +224,7 @@ def test_a_static_graph_is_reduced_at_the_end_of_its_first_backward(make: Any) -
     assert world.gradients()[0] is None
 
 
-def test_a_first_static_backward_that_fails_is_learnt_anew(make: Any) -> None:
+def test_a_first_static_backward_that_fails_is_recorded_again(make: Any) -> None:
     world = make()
     world.reducer.learn_static_graph()
     world.reducer.prepare()

@@ -46,7 +46,7 @@ def _abort_and_recover(group: Group, lonely: bool) -> tuple[str, float]:
     group.barrier()
     if group.rank == 1:
         group.abort("on purpose")
-    told = ""
+    reason = ""
     try:
         # An engine keeps an operation that was given up until its own time-out, so that is short here.
         if lonely and group.rank == 0:
@@ -54,18 +54,18 @@ def _abort_and_recover(group: Group, lonely: bool) -> tuple[str, float]:
         else:
             group.submit(build.recv(torch.ones(1), src=1 - min(group.rank, 1)).within(1.0)).wait()
     except GroupAborted as error:
-        told = error.reason
+        reason = error.reason
     group.recover()
     t = torch.tensor([float(group.rank)])
     group.all_reduce(t)
-    return told, t.item()
+    return reason, t.item()
 
 
 @pytest.mark.parametrize("kind", ["threads", "gloo"])
 @pytest.mark.parametrize("lonely", [False, True], ids=["in step", "out of step"])
 def test_an_aborted_group_recovers(kind, lonely):
-    for told, total in run_ranks(lambda group: _abort_and_recover(group, lonely), 3, kind=kind):
-        assert "on purpose" in told
+    for reason, total in run_ranks(lambda group: _abort_and_recover(group, lonely), 3, kind=kind):
+        assert "on purpose" in reason
         assert total == 3
 
 

@@ -41,7 +41,7 @@ def test_an_abort_reaches_ranks_that_share_no_part() -> None:
         assert "enough" in text
 
 
-def test_check_peers_hears_of_an_abort() -> None:
+def test_check_peers_raises_after_an_abort() -> None:
     def look(group: Group) -> str:
         side = group.split(0)
         assert side is not None
@@ -85,10 +85,10 @@ def test_it_recovers_together_with_its_parts(failure: str) -> None:
             results.append(t[-1].item())
         return fell, results
 
-    told = run_ranks(fall_and_rise, 4, kind="hierarchical")
-    assert [results for _, results in told] == [[6.0, 6.0]] * 4
+    outcome = run_ranks(fall_and_rise, 4, kind="hierarchical")
+    assert [results for _, results in outcome] == [[6.0, 6.0]] * 4
     want = "GroupAborted" if failure == "abort" else "CollectiveTimeout"
-    assert [fell for fell, _ in told] == [want if failure == "abort" or rank != 1 else "" for rank in range(4)]
+    assert [fell for fell, _ in outcome] == [want if failure == "abort" or rank != 1 else "" for rank in range(4)]
 
 
 def test_a_time_out_names_the_rank_on_the_other_host() -> None:
@@ -96,15 +96,15 @@ def test_a_time_out_names_the_rank_on_the_other_host() -> None:
         side = group.split(0)
         assert side is not None
         group.barrier()
-        told: tuple[Any, Any, str] = (None, None, "")
+        outcome: tuple[Any, Any, str] = (None, None, "")
         if group.rank != 3:
             try:
                 group.submit(build.all_reduce(torch.ones(3), label="patience").within(1.0)).wait()
             except CollectiveTimeout as error:
-                told = error.joined, error.missing, str(error)
+                outcome = error.joined, error.missing, str(error)
         side.barrier()
         side.close()
-        return told
+        return outcome
 
     for joined, missing, text in run_ranks(wait, 4, kind="hierarchical")[:3]:
         assert (joined, missing) == ((0, 1, 2), (3,))

@@ -115,7 +115,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
 
 
 @pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
-def test_the_page_tells_the_truth(code: str, tmp_path: Path) -> None:
+def test_the_page_matches_the_code(code: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     status, said, _ = run(code.replace("29517", str(port)), tmp_path)

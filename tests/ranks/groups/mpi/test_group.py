@@ -40,7 +40,7 @@ def on_ranks(fn: Any, n: int = 2, **named: Any) -> list[Any]:
     return run_ranks(fn, n, kind="mpi", **named)
 
 
-def test_without_mpi4py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mpi4py_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(UsageError, match=r"pip install 'gradwire\[mpi\]'"):
@@ -178,7 +178,7 @@ def test_a_part_of_another_size_is_a_mismatch_and_nothing_is_overwritten(n: int)
 
 @needs_mpi
 def test_messages_go_to_receives_in_the_order_of_both() -> None:
-    """Whichever receive is waited for first; and one from anybody stands before a later one from a rank it could hear."""
+    """Whichever receive is waited for first; and one from anybody stands before a later one from a rank it also matches."""
 
     def rank_main(group: Group) -> Any:
         many = 60
@@ -247,7 +247,7 @@ def test_an_operation_that_was_begun_in_part_keeps_its_memory() -> None:
 
 
 class FakeRequest:
-    """Is over when told, or fails."""
+    """Is over when it is set to be, or fails."""
 
     def __init__(self, *answers: bool | Exception) -> None:
         self.answers = list(answers)
@@ -401,7 +401,7 @@ def test_a_rank_that_comes_late_finds_the_group_in_step(dtype: torch.dtype) -> N
 
 
 @needs_mpi
-def test_an_abort_is_told_to_the_others_at_once() -> None:
+def test_an_abort_is_reported_to_the_others_at_once() -> None:
     def rank_main(group: Group) -> float:
         side = group.split(0)
         assert side is not None
@@ -421,7 +421,7 @@ def test_an_abort_is_told_to_the_others_at_once() -> None:
 
 
 @needs_mpi
-def test_check_peers_hears_of_an_abort() -> None:
+def test_check_peers_raises_after_an_abort() -> None:
     def rank_main(group: Group) -> None:
         side = group.split(0)
         assert side is not None

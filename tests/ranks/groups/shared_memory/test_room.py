@@ -22,7 +22,6 @@ from gradwire.groups.shared_memory import board, group
 from gradwire.groups.shared_memory import group as module
 from gradwire.groups.shared_memory.board import CHUNK, SMALLEST_CHUNK, SegmentPlan
 from gradwire.groups.shared_memory.group import ROOM, ROOM_PER_RANK
-from gradwire.groups.shared_memory.segment import Segment, Ticket, default_directory
 
 MIB = 1 << 20
 
@@ -143,22 +142,6 @@ def test_a_model_of_25_million_parameters_trains_in_64_mib(world: Any, everywher
     assert isinstance(results[0], float), results
     assert results[0] == results[1] > 0
     assert sum("ordinary memory" in str(w.message) for w in seen) == 1
-
-
-SIZE = 1 << 20
-
-
-def new(directory: str | Path = "", *, nbytes: int = SIZE, ranks: int = 2) -> tuple[Segment, Ticket]:
-    return Segment.create(ranks=ranks, nbytes=nbytes, directory=str(directory or default_directory()), host="here")
-
-
-@pytest.fixture
-def pair() -> Iterator[list[Any]]:
-    """A segment and its ticket."""
-    made: list[Any] = list(new())
-    yield made
-    made[0].close()
-    made.clear()  # pytest keeps the fixture's value until after the look for leftovers, and a mapping has a descriptor
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to run as another user")

@@ -1,42 +1,16 @@
 """Waiting for other processes, with futexes and by polling."""
 
-import ctypes
 import mmap
 import os
 import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from gradwire.groups import Group, SharedMemoryGroup
-from gradwire.groups.shared_memory.sync import Fence, Futex, Polling, Sleep, WaitQueue
+from gradwire.groups.shared_memory.sync import Fence, WaitQueue
 from gradwire.testing import check_group, default_pool
 from gradwire.testing.pool.protocol import GroupJob
-
-Make = Callable[[mmap.mmap], Sleep]
-
-
-def _futex(memory: mmap.mmap) -> Sleep:
-    return Futex(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
-
-
-def _polling(memory: mmap.mmap) -> Sleep:
-    return Polling(memoryview(memory))
-
-
-WAYS: dict[str, Make] = {"futex": _futex, "polling": _polling}
-
-
-@pytest.fixture
-def memory() -> mmap.mmap:
-    return mmap.mmap(-1, 4096)
-
-
-@pytest.fixture(params=WAYS)
-def make(request: pytest.FixtureRequest) -> Make:
-    return WAYS[request.param]
-
+from helpers.wait_queues import Make
 
 ROUNDS = 10_000
 

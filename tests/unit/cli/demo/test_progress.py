@@ -19,7 +19,7 @@ def test_a_pipe_gets_a_few_lines(capsys):
     assert len(lines) == 11
 
 
-def test_other_ranks_are_silent(capsys):
+def test_other_ranks_print_nothing(capsys):
     show(1, 100)
     assert capsys.readouterr().out == ""
 

@@ -1,4 +1,4 @@
-"""Where gloo listens, and what a meeting that fails tells."""
+"""Where gloo listens, and the errors of a rendezvous that fails."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_who_has_not_come_is_named() -> None:
 def test_ranks_that_cannot_be_connected_are_named_with_their_addresses() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
-    # Rank 1 has come, from an address of another network, and is never heard of by gloo.
+    # Rank 1 has come, from an address of another network, and gloo never connects to it.
     arrive(store, 1, address="10.255.255.1")
     with pytest.raises(GroupError, match="all ranks have arrived, but gloo could not connect them") as caught:
         C10dGroup.gloo(store, 0, 2, timeout=0.5)

@@ -148,9 +148,9 @@ def test_without_messages_a_message_goes_where_both_ends_are() -> None:
             group.barrier()
             return got
 
-    told = on_threads(talk)
-    assert [rank[:-2] for rank in told] == [[], [(0, 1)], [(0, 2)], []]
-    for rank in told:
+    results = on_threads(talk)
+    assert [rank[:-2] for rank in results] == [[], [(0, 1)], [(0, 2)], []]
+    for rank in results:
         assert all("there is no group that joins the two. Make the group with discover()" in said for said in rank[-2:])
 
 
@@ -230,10 +230,10 @@ def test_without_a_store_the_lost_rank_is_named_where_it_is_known() -> None:
         finally:
             group.close()
 
-    told = on_threads(lose)
-    kind, rank, text = told[2]  # shares the host of the one that knows
+    results = on_threads(lose)
+    kind, rank, text = results[2]  # shares the host of the one that knows
     assert (kind, rank) == ("PeerLost", 2)
-    for kind, rank, text in told[:2]:
+    for kind, rank, text in results[:2]:
         assert (kind, rank) in {("PeerLost", 2), ("GroupAborted", None)}
         assert "rank 2" in text
 
@@ -248,8 +248,8 @@ def test_sizes_that_do_not_agree_in_an_all_to_all() -> None:
                 return str(error)
             return "well"
 
-    told = on_threads(exchange)
-    assert "1 elements from rank 3 where there is room for 2" in told[0]
+    results = on_threads(exchange)
+    assert "1 elements from rank 3 where there is room for 2" in results[0]
 
 
 def test_a_lost_peer_stays_lost() -> None:

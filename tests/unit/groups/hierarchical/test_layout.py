@@ -55,7 +55,7 @@ def _host(number: int, carries: str, *, of: int = 2, ranks: list[int] | None = N
 
 
 def _columns(*hosts: list[HostReport]) -> list[Column | None]:
-    """What carriers of the first host have heard when all is well."""
+    """The reports that carriers of the first host have received when nothing failed."""
     return [[(i, host) for host in hosts] if report.carries else None for i, report in enumerate(hosts[0])]
 
 

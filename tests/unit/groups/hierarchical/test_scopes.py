@@ -26,18 +26,18 @@ def made(world: Group, layout: Layout, **named: Any) -> HierarchicalGroup:
 def test_each_scope_has_its_own_ranks() -> None:
     def rank_main(world: Group) -> list[list[float]]:
         with made(world, TWO_BY_TWO) as group:
-            told = []
+            results = []
             for scope in (Scope.INSIDE, Scope.ACROSS, Scope.WORLD):
                 t = torch.tensor([10.0**world.rank])
                 group.submit(all_reduce(t).among(scope)).wait()
-                told.append(t.tolist())
+                results.append(t.tolist())
             places = [torch.empty(1), torch.empty(1)]
             group.run(all_gather(places, torch.tensor([float(world.rank)])).among(Scope.ACROSS))
-            told.append(torch.cat(places).tolist())
+            results.append(torch.cat(places).tolist())
             first = torch.tensor([float(world.rank)])
             group.run(broadcast(first, src=1).among(Scope.INSIDE))
-            told.append(first.tolist())
-            return told
+            results.append(first.tolist())
+            return results
 
     assert run_ranks(rank_main, 4, kind="threads") == [
         [[101.0], [11.0], [1111.0], [0.0, 1.0], [2.0]],

@@ -67,7 +67,9 @@ class Once:
 
 @pytest.mark.parametrize("how", ["run", "submit"])
 @pytest.mark.parametrize("where", ["before the announcement", "after it"])
-def test_a_local_failure_in_the_middle_is_told_to_the_others(world: Any, everywhere: Any, how: str, where: str) -> None:
+def test_a_local_failure_in_the_middle_is_reported_to_the_others(
+    world: Any, everywhere: Any, how: str, where: str
+) -> None:
     """As when there is no memory for a copy on one rank: before the announcement, or after it."""
     groups = world(3)
     calls = 0 if where == "before the announcement" else 1
@@ -94,7 +96,7 @@ def test_a_local_failure_in_the_middle_is_told_to_the_others(world: Any, everywh
 @pytest.mark.parametrize("size", [1, LARGE])
 @pytest.mark.parametrize("place", ["before the signal", "between the halves of a fence", "asleep"])
 def test_ctrl_c_in_the_thread_that_drives(world: Any, everywhere: Any, size: int, place: str) -> None:
-    """KeyboardInterrupt goes to the caller; the other ranks hear of it at once, and all can recover."""
+    """KeyboardInterrupt goes to the caller; the other ranks fail at once, and all can recover."""
     groups = world(2)
     board = groups[0]._board
     if place == "before the signal":
@@ -314,7 +316,7 @@ def test_a_rank_that_was_let_through_a_recovery_that_another_gave_up_comes_back(
     works(groups, everywhere)
 
 
-def test_recovery_with_a_rank_that_has_left_says_so(world: Any) -> None:
+def test_recovery_with_a_rank_that_has_left_raises(world: Any) -> None:
     groups = world(2)
     groups[0].abort("on a whim")
     groups[1].close()
@@ -448,7 +450,7 @@ def test_the_shortest_way_is_not_taken_past_an_operation_that_is_being_taken_up(
 
 
 def test_a_callback_that_submits(world: Any, everywhere: Any) -> None:
-    """In the thread that settles: the next operation is taken up by whoever drives, however the first was waited for."""
+    """In the thread that settles: the next operation is run by the thread that drives, however the first was waited for."""
     groups = world(2)
 
     def use(group: Any) -> list[float]:
@@ -499,7 +501,7 @@ def test_a_rank_that_left_is_missed_only_by_who_waits_for_it(world: Any, monkeyp
         groups[0].barrier()
 
 
-def test_the_reason_reaches_ranks_that_hear_of_it_second_hand(world: Any) -> None:
+def test_the_reason_reaches_ranks_that_get_it_from_another_rank(world: Any) -> None:
     """Rank 1 looks when rank 0 has already failed because rank 2 left: it gets rank 2's reason, and the advice."""
     groups = world(3)
     groups[2].close()

@@ -156,7 +156,7 @@ def test_receives_are_served_in_the_order_of_submission(world: Any, everywhere: 
 
 
 @pytest.mark.parametrize("wrong", [torch.empty(4), torch.empty(3, dtype=torch.int32), torch.empty(0)])
-def test_what_does_not_fit_is_said_on_both_sides(world: Any, everywhere: Any, wrong: torch.Tensor) -> None:
+def test_what_does_not_fit_is_reported_on_both_sides(world: Any, everywhere: Any, wrong: torch.Tensor) -> None:
     groups = world(2)
 
     def use(group: Any) -> str:

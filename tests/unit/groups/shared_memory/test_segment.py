@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,8 @@ from torch.distributed import HashStore
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
 from gradwire.groups import SharedMemoryGroup
 from gradwire.groups.shared_memory.board import SegmentPlan
-from gradwire.groups.shared_memory.segment import PAGE, Segment, Ticket, default_directory
-
-SIZE = 1 << 20
-
-
-def new(directory: str | Path = "", *, nbytes: int = SIZE, ranks: int = 2) -> tuple[Segment, Ticket]:
-    return Segment.create(ranks=ranks, nbytes=nbytes, directory=str(directory or default_directory()), host="here")
-
-
-@pytest.fixture
-def pair() -> Iterator[list[Any]]:
-    """A segment and its ticket."""
-    made: list[Any] = list(new())
-    yield made
-    made[0].close()
-    made.clear()  # pytest keeps the fixture's value until after the look for leftovers, and a mapping has a descriptor
+from gradwire.groups.shared_memory.segment import PAGE, Segment, Ticket
+from helpers.segments import SIZE, new
 
 
 @pytest.fixture
@@ -134,7 +120,7 @@ def test_another_users_segment_is_refused(pair: list[Any], monkeypatch: pytest.M
         Segment.join(pair[1])
 
 
-def test_mapping_that_fails_in_a_rank_is_said(pair: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mapping_that_fails_in_a_rank_is_reported(pair: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "mmap", _no_memory)
     with pytest.raises(GroupError, match=r"cannot be mapped: .*ulimit -v"):
         Segment.join(pair[1])
@@ -262,8 +248,8 @@ def refused(ticket_changes: dict[str, Any] | None = None, *, size: int = 2) -> l
     thread.start()
     key = "gradwire/shared-memory/1/ticket"
     store.wait([key])
-    told = json.loads(store.get(key))
-    store.set(key, json.dumps(told | (ticket_changes or {})))
+    announced = json.loads(store.get(key))
+    store.set(key, json.dumps(announced | (ticket_changes or {})))
     with pytest.raises(GroupError) as caught:
         SharedMemoryGroup(store, 1, size, timeout=10)
     thread.join(100)
@@ -279,7 +265,7 @@ def refused(ticket_changes: dict[str, Any] | None = None, *, size: int = 2) -> l
         ({"nbytes": 1 << 30}, "were announced"),
     ],
 )
-def test_a_rank_that_cannot_join_tells_the_others_at_once(changes: dict[str, Any], words: str) -> None:
+def test_a_rank_that_cannot_join_fails_the_others_at_once(changes: dict[str, Any], words: str) -> None:
     errors = refused(changes)
     assert [type(error) for error in errors] == [GroupError] * 2
     assert all(words in str(error) for error in errors)

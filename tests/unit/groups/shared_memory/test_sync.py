@@ -14,31 +14,9 @@ from typing import Any
 
 import pytest
 
-from gradwire.groups.shared_memory.sync import Fence, Futex, Polling, Sleep, WaitQueue
+from gradwire.groups.shared_memory.sync import Fence, Futex, Polling, WaitQueue
 from gradwire.runtime.host import usable_cores
-
-Make = Callable[[mmap.mmap], Sleep]
-
-
-def _futex(memory: mmap.mmap) -> Sleep:
-    return Futex(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
-
-
-def _polling(memory: mmap.mmap) -> Sleep:
-    return Polling(memoryview(memory))
-
-
-WAYS: dict[str, Make] = {"futex": _futex, "polling": _polling}
-
-
-@pytest.fixture
-def memory() -> mmap.mmap:
-    return mmap.mmap(-1, 4096)
-
-
-@pytest.fixture(params=WAYS)
-def make(request: pytest.FixtureRequest) -> Make:
-    return WAYS[request.param]
+from helpers.wait_queues import Make, futex
 
 
 def timed(fn: Callable[[], Any]) -> float:
@@ -82,7 +60,7 @@ def test_a_sleep_ends_by_itself(make: Make, memory: mmap.mmap) -> None:
     assert 0.09 < seconds < 30
 
 
-def test_whoever_is_not_to_sleep_does_not(make: Make, memory: mmap.mmap) -> None:
+def test_sleep_returns_at_once_unless_the_flag_is_set(make: Make, memory: mmap.mmap) -> None:
     assert timed(lambda: make(memory).sleep(64, 90)) < 30
 
 
@@ -109,12 +87,12 @@ def test_a_sleeper_is_woken(make: Make, memory: mmap.mmap) -> None:
 
 def test_futex_raises_what_it_does_not_expect(memory: mmap.mmap) -> None:
     with pytest.raises(OSError, match="futex: ") as caught:
-        _futex(memory).sleep(1, 0.1)  # not aligned
+        futex(memory).sleep(1, 0.1)  # not aligned
     assert caught.value.errno == errno.EINVAL
 
 
 def test_a_signal_does_not_break_a_sleep(memory: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
-    sleep = Futex(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+    sleep = futex(memory)
 
     def interrupted(*args: Any) -> int:
         ctypes.set_errno(errno.EINTR)
@@ -151,7 +129,7 @@ def queues(memory: mmap.mmap, make: Make) -> list[WaitQueue]:
     return [WaitQueue(memoryview(memory), 128, rank, 2, make(memory)) for rank in range(2)]
 
 
-def test_whoever_is_ready_does_not_sleep_and_puts_its_bell_out(make: Make, memory: mmap.mmap) -> None:
+def test_a_rank_that_is_ready_does_not_sleep_and_clears_its_flag(make: Make, memory: mmap.mmap) -> None:
     queue = queues(memory, make)[0]
     seen = []
 
@@ -164,7 +142,7 @@ def test_whoever_is_ready_does_not_sleep_and_puts_its_bell_out(make: Make, memor
     assert memory[128] == 0
 
 
-def test_one_bell_is_put_out_and_no_other(make: Make, memory: mmap.mmap) -> None:
+def test_one_flag_is_cleared_and_no_other(make: Make, memory: mmap.mmap) -> None:
     first, second = queues(memory, make)
     memory[128], memory[128 + 64] = 1, 1
     first.wake_all()

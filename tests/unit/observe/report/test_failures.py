@@ -47,10 +47,10 @@ def test_of_a_step_with_several_buckets():
     )
 
 
-def test_a_rank_that_was_told_does_not_speak_for_the_failure():
-    told = f"GroupAborted: world on rank 2 of 3: rank 0 aborted: {timeout(0, 5)}"
+def test_a_rank_that_was_aborted_is_not_the_cause_of_the_failure():
+    text = f"GroupAborted: world on rank 2 of 3: rank 0 aborted: {timeout(0, 5)}"
     for order in (1, -1):
-        [failure] = found(*[ring(2, failed(5, told, at=60 * MS)), ring(0, failed(5, timeout(0, 5)))][::order])
+        [failure] = found(*[ring(2, failed(5, text, at=60 * MS)), ring(0, failed(5, timeout(0, 5)))][::order])
         assert failure.first.record.label == timeout(0, 5)
         assert failure.ranks == [0, 2]
 

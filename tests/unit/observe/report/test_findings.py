@@ -178,7 +178,7 @@ def test_a_run_that_has_lost_what_ranks_need():
     assert only(titles, "The store has ended").severity == "error"
 
 
-def test_a_run_that_has_ended_well_says_nothing():
+def test_a_run_that_has_ended_well_has_no_findings():
     outcome = RunOutcome("", None, None, tuple(RankOutcome(rank, 0, stopped=False) for rank in range(2)))
     rings = [made_ring(rank, range(3), size=2) for rank in range(2)]
     assert find(RunReport(rings, outcome=outcome)) == find(RunReport(rings))
