@@ -30,31 +30,19 @@ from gradwire.groups import (
     Verified,
 )
 from gradwire.groups.base import BuildGroup
-from gradwire.interop import as_process_group, register_backend
+from gradwire.interop import register_backend
 from gradwire.lab import Throttled
 from gradwire.testing import check_group, check_names, run_ranks
 from gradwire.testing.mpi import missing
+from helpers import adapters
 
 Wrap = Callable[[Group], Group]
 
 
-class ThereAndBack(GroupWrapper):
-    """A C10dGroup over a torch process group over the group, which it closes too."""
-
-    def __init__(self, group: Group) -> None:
-        super().__init__(C10dGroup(as_process_group(group), timeout=group.timeout))
-        self.far = group
-
+class ThereAndBack(adapters.ThereAndBack):
     @property
     def in_one_process(self) -> bool:  # type: ignore[override]
         return self.far.in_one_process
-
-    def split(self, color: int | None, key: int | None = None) -> Group | None:
-        return self.inner.split(color, key)
-
-    def close(self, timeout: float = 5.0) -> None:
-        super().close(timeout)
-        self.far.close(timeout=0)
 
 
 class ThroughTorch(GroupWrapper):

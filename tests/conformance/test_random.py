@@ -196,24 +196,24 @@ def all_to_all_single(make: Maker, limits: Limits) -> list[Collective]:
     return ops
 
 
-def gather(make: Maker, limits: Limits) -> list[Collective]:
+def from_or_to_root(
+    make: Maker, limits: Limits, one: Callable[[Tensor, list[Tensor] | None, int], Collective]
+) -> list[Collective]:
     dtype = make.draw.choice(FLOATS + INTEGERS)
     n, root = draw_numel(make.draw, dtype, limits, RANKS), make.draw.randrange(RANKS)
     ops = []
     for r in range(RANKS):
         places = [make.filled(r, n, dtype) for _ in range(RANKS)] if r == root else None
-        ops.append(build.gather(make.filled(r, n, dtype), places, dst=root))
+        ops.append(one(make.filled(r, n, dtype), places, root))
     return ops
+
+
+def gather(make: Maker, limits: Limits) -> list[Collective]:
+    return from_or_to_root(make, limits, lambda mine, places, root: build.gather(mine, places, dst=root))
 
 
 def scatter(make: Maker, limits: Limits) -> list[Collective]:
-    dtype = make.draw.choice(FLOATS + INTEGERS)
-    n, root = draw_numel(make.draw, dtype, limits, RANKS), make.draw.randrange(RANKS)
-    ops = []
-    for r in range(RANKS):
-        parts = [make.filled(r, n, dtype) for _ in range(RANKS)] if r == root else None
-        ops.append(build.scatter(make.filled(r, n, dtype), parts, src=root))
-    return ops
+    return from_or_to_root(make, limits, lambda mine, places, root: build.scatter(mine, places, src=root))
 
 
 def barrier(make: Maker, limits: Limits) -> list[Collective]:

@@ -12,23 +12,9 @@ from gradwire.groups import Group
 from gradwire.hooks import chain, mean, random_k
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
+from helpers.backward_calls import in_backward
 
 FAILING = 3
-
-
-class Then(torch.autograd.Function):
-    """An identity whose backward calls a function first."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, do: Any) -> Tensor:
-        ctx.do = do
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        if ctx.do is not None:
-            ctx.do()
-        return grad, None
 
 
 def fail() -> None:
@@ -48,7 +34,7 @@ def test_a_failure_costs_one_iteration_when_models_make_different_numbers_of_ste
                 fake = generator(torch.ones(1, 2))
                 fake.sum().backward()
                 for _ in range(3):
-                    Then.apply(more(torch.ones(1, 2)), armed).sum().backward()
+                    in_backward(more(torch.ones(1, 2)), armed).sum().backward()
                 discriminator(fake.detach()).sum().backward()
                 log.append("ok")
             except (ValueError, GroupAborted) as error:
@@ -75,7 +61,7 @@ def test_a_model_whose_group_another_one_recovered_starts_over_too() -> None:
         second = DDP(nn.Sequential(*layers), process_group=group, bucket_cap_mb=0.0001)
         second.set_hook(chain(random_k(ratio=0.25), mean()))  # its choice depends on the number of the step
         middle: list[Any] = [None]
-        layers[0].register_forward_hook(lambda module, inputs, output: Then.apply(output, middle[0]))
+        layers[0].register_forward_hook(lambda module, inputs, output: in_backward(output, middle[0]))
         for iteration in range(FAILING + 2):
             failing = iteration == FAILING
             middle[0] = launched.set if failing and group.rank == 1 else None
@@ -85,7 +71,7 @@ def test_a_model_whose_group_another_one_recovered_starts_over_too() -> None:
             x = torch.rand(2, 16, generator=torch.Generator().manual_seed(10 * iteration + group.rank))
             try:
                 first(x[:, :2]).sum().backward()
-                Then.apply(second(x), armed).pow(2).sum().backward()
+                in_backward(second(x), armed).pow(2).sum().backward()
                 assert not failing
             except (ValueError, GroupAborted):
                 assert failing

@@ -18,21 +18,12 @@ from gradwire.hooks import CommHook, Reduced, Reduction, Turn, mean
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.testing import run_ranks
+from helpers.backward_calls import fail_in_backward
+from helpers.comm_hooks import Scripted
 
 
-class Trap(torch.autograd.Function):
-    """An identity whose backward raises when it is armed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, error: type[BaseException] | None) -> Tensor:
-        ctx.error = error
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        if ctx.error is not None:
-            raise ctx.error("of the user's own")
-        return grad, None
+def trap(x: Tensor, error: type[BaseException] | None) -> Tensor:
+    return fail_in_backward(x, None if error is None else error("of the user's own"))
 
 
 PLACES = ("in the loss", "before the first gradient", "between gradients", "after the last gradient")
@@ -53,28 +44,21 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if "in forward" in self.armed:
             raise self.armed["in forward"]("of the user's own")
-        x = Trap.apply(x, self.armed.get("after the last gradient"))
-        x = Trap.apply(self.first(x), self.armed.get("between gradients"))
-        return Trap.apply(self.second(x), self.armed.get("before the first gradient"))
+        x = trap(x, self.armed.get("after the last gradient"))
+        x = trap(self.first(x), self.armed.get("between gradients"))
+        return trap(self.second(x), self.armed.get("before the first gradient"))
 
 
-class TwoCollectives(CommHook):
+def two_collectives(grad: Tensor, state: Any, turn: Turn) -> Reduction:
     """The mean, after another collective: on the lane."""
-
-    collectives = None
-
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        yield all_reduce(torch.zeros(1))
-        yield all_reduce(grad, op=ReduceOp.AVG)
-        return Reduced(grad, grad)
-
-    def __repr__(self) -> str:
-        return "two_collectives()"
+    yield all_reduce(torch.zeros(1))
+    yield all_reduce(grad, op=ReduceOp.AVG)
+    return Reduced(grad, grad)
 
 
 def step(ddp: nn.Module, model: Model, x: float) -> None:
     inputs = torch.full((1, 1), x, requires_grad=True)
-    Trap.apply(ddp(inputs).sum(), model.armed.get("in the loss")).backward()
+    trap(ddp(inputs).sum(), model.armed.get("in the loss")).backward()
 
 
 def train(
@@ -141,7 +125,7 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "unused": {"find_unused_parameters": True},
     "static": {"static_graph": True},
     "views": {"gradient_as_bucket_view": True},
-    "several collectives": {"hook": TwoCollectives()},
+    "several collectives": {"hook": Scripted(two_collectives)},
     "function": {"by_function": True},
 }
 KINDS = ("threads", "gloo", "shared_memory")
@@ -180,26 +164,21 @@ def test_any_exception(kind: type[BaseException]) -> None:
     check(stories, faults, kind.__name__)
 
 
-class RaisesLate(CommHook):
+def raises_late(grad: Tensor, state: Any, turn: Turn) -> Reduction:
     """The mean; on rank 1 it raises in chosen steps once the others have all that they need."""
-
-    collectives = 1
-
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        yield all_reduce(grad, op=ReduceOp.AVG)
-        if turn.rank == 1 and grad[0].item() in (4.0, 7.0, 8.0, 12.0):
-            raise ValueError("of the user's own")
-        return Reduced(grad, grad)
-
-    def __repr__(self) -> str:
-        return "raises_late()"
+    yield all_reduce(grad, op=ReduceOp.AVG)
+    if turn.rank == 1 and grad[0].item() in (4.0, 7.0, 8.0, 12.0):
+        raise ValueError("of the user's own")
+    return Reduced(grad, grad)
 
 
 @pytest.mark.filterwarnings("ignore:rank . had finished step")
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_that_finished_the_step_that_failed_stay_in_step(kind: str) -> None:
     """An abort finds the other ranks in the step that failed, between steps, or in the next one."""
-    stories = run_ranks(lambda group: train(group, faults={}, iterations=16, hook=RaisesLate()), 3, kind=kind)
+    stories = run_ranks(
+        lambda group: train(group, faults={}, iterations=16, hook=Scripted(raises_late, 1)), 3, kind=kind
+    )
     for i, said in enumerate(zip(*stories, strict=True)):
         right = [text == f"{i + 1}" for text in said]
         if i in (3, 6, 7, 11):
@@ -234,22 +213,16 @@ def test_an_exception_between_forward_and_backward_that_is_reported(kind: str) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_hook_may_be_set_at_once_after_a_hook_has_failed(kind: str) -> None:
-    class Fails(CommHook):
-        collectives = 1
-
-        def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-            if turn.rank == 1:
-                raise ValueError("of the user's own")
-            yield all_reduce(grad, op=ReduceOp.AVG)
-            return Reduced(grad, grad)
-
-        def __repr__(self) -> str:
-            return "fails()"
+    def fails(grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        if turn.rank == 1:
+            raise ValueError("of the user's own")
+        yield all_reduce(grad, op=ReduceOp.AVG)
+        return Reduced(grad, grad)
 
     def rank_main(group: Group) -> float:
         model = Model()
         ddp = DDP(model, process_group=group)
-        ddp.set_hook(Fails())
+        ddp.set_hook(Scripted(fails, 1))
         with pytest.raises((ValueError, GroupAborted), match="of the user's own"):
             step(ddp, model, 1.0)
         ddp.set_hook(mean())
@@ -272,7 +245,7 @@ class Hidden(nn.Module):
         self.armed = False
 
     def compute(self, x: Tensor) -> Tensor:
-        return self.layers[1](Trap.apply(self.layers[0](x), ValueError if self.armed else None))
+        return self.layers[1](trap(self.layers[0](x), ValueError if self.armed else None))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.reentrant:

@@ -1,7 +1,6 @@
 """What only a CUDA device can show. Skipped where there is none."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,18 +18,6 @@ from gradwire.reducer.hook.driver import Driver
 from gradwire.testing import check_group, run_ranks
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def nccl() -> Iterator[Group]:
-    """A world of one over NCCL, which allows one rank per device."""
-    import torch.distributed as dist
-
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    group = C10dGroup(dist.group.WORLD)
-    yield group
-    group.close()
-    dist.destroy_process_group()
 
 
 def test_threads_on_cuda_conform() -> None:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,24 +12,13 @@ from torch.autograd import DeviceType
 from gradwire import DivergenceCheck
 from gradwire.collectives.finite import max_norms
 from gradwire.errors import NonFiniteGradient, Origin
-from gradwire.groups import C10dGroup, Group
+from gradwire.groups import Group
 from gradwire.hooks import cast, chain, mean
 from gradwire.parallel import replicate
 from gradwire.parallel.divergence import digest
 from gradwire.policies import Buckets, Gradients, NonFinite
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def nccl() -> Iterator[Group]:
-    import torch.distributed as dist
-
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    group = C10dGroup(dist.group.WORLD)
-    yield group
-    group.close()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["set_to_none", "kept"])

@@ -19,6 +19,23 @@ def bucket(
     return BucketSpec(index, names, shapes, strides, dtype, torch.device("cpu"))
 
 
+class TorchBucket:
+    """The part of torch's GradBucket that `as_torch_hook` uses."""
+
+    def __init__(self, parameters: list[Tensor], value: float = 2.0, *, index: int = 0) -> None:
+        self._parameters, self._index = parameters, index
+        self._flat = torch.full((sum(p.numel() for p in parameters),), float(value))
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> Tensor:
+        return self._flat
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
+
+
 def gradients(ranks: int, numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
     """Normal numbers for each rank."""
     generator = torch.Generator().manual_seed(seed)

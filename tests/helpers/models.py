@@ -19,14 +19,19 @@ def inputs(rank: int, step: int = 0, rows: int = 3) -> Tensor:
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+def descend(model: nn.Module, lr: float) -> None:
+    """A step of plain SGD. Every parameter must have a gradient."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= lr * p.grad  # type: ignore[operator]
+
+
 def train(model: nn.Module, rank: int, steps: range, *, lr: float = 0.05) -> Tensor:
     """Plain SGD on this rank's batches; all parameters afterwards, in one row."""
     for step in steps:
         model.zero_grad()
         model(inputs(rank, step)).pow(2).sum().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= lr * p.grad  # type: ignore[operator]
+        descend(model, lr)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 

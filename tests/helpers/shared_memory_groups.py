@@ -9,6 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from gradwire.groups import SharedMemoryGroup
+from helpers.threads import run_threads
 
 World = Callable[..., list[SharedMemoryGroup]]
 
@@ -23,12 +24,7 @@ def on_all(groups: list[SharedMemoryGroup], fn: Callable[[SharedMemoryGroup], An
         except BaseException as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=one, args=(rank,), name=f"rank-{rank}") for rank in range(len(groups))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-        assert not thread.is_alive(), f"{thread.name} hangs"
+    run_threads(threading.Thread(target=one, args=(rank,), name=f"rank-{rank}") for rank in range(len(groups)))
     return results
 
 

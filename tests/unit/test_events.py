@@ -14,6 +14,7 @@ from gradwire.events import (
     Handle,
     StepEnded,
 )
+from helpers.threads import run_threads
 
 
 def test_a_handle_removes_once() -> None:
@@ -147,11 +148,7 @@ def test_adding_and_removing_from_many_threads_loses_nothing() -> None:
             else:
                 kept.append(handle)
 
-    threads = [threading.Thread(target=churn) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
+    run_threads(threading.Thread(target=churn) for _ in range(8))
     assert len(callbacks) == len(kept) == 800
     for handle in kept:
         handle.remove()

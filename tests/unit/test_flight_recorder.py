@@ -13,6 +13,7 @@ from gradwire.recorder.format import HEADER as HEADER_FIELDS
 from gradwire.recorder.format import MAGIC, PAGE, RECORD, VERSION, RecordKind, names_path
 from gradwire.recorder.writer import FlightRecorder, Place, RankInGroup, within
 from helpers.recorder_put import put
+from helpers.threads import run_threads
 
 HEADER = {
     "rank": 3,
@@ -84,11 +85,7 @@ def test_threads_lose_nothing(tmp_path):
         for number in range(each):
             put(recorder, RecordKind.MARK, 0, label=name, seq=number)
 
-    threads = [threading.Thread(target=write, args=(f"thread {i}",)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(threading.Thread(target=write, args=(f"thread {i}",)) for i in range(4))
     recorder.close()
     records = read_ring(recorder.path).records
     assert len(records) == 4 * each

@@ -15,7 +15,6 @@ from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups import Group, HierarchicalGroup, ThreadGroup
 from gradwire.hooks import (
-    CommHook,
     Reduced,
     Reduction,
     Turn,
@@ -31,24 +30,18 @@ from gradwire.hooks import (
 )
 from gradwire.interop import as_fsdp_hook, as_fsdp_reduce_scatter, from_process_group, fsdp_parameters
 from gradwire.testing import run_ranks
+from helpers.comm_hooks import Scripted
 
 
-class Coarse(CommHook):
+def coarse(grad: Tensor, state: Any, turn: Turn) -> Reduction:
     """The mean of gradients rounded to a grid: lossy, and easy to recognize."""
-
-    collectives = 1
-
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        sent = (grad * 64).round() / 64
-        value = sent.clone()
-        yield all_reduce(value, op=ReduceOp.AVG)
-        return Reduced(value, sent)
-
-    def __repr__(self) -> str:
-        return "coarse()"
+    sent = (grad * 64).round() / 64
+    value = sent.clone()
+    yield all_reduce(value, op=ReduceOp.AVG)
+    return Reduced(value, sent)
 
 
-LOSSY = chain(error_feedback(), Coarse())
+LOSSY = chain(error_feedback(), Scripted(coarse, 1))
 OTHERS = {
     "quantize": chain(error_feedback(), quantize(bits=8)),
     "top_k": chain(error_feedback(), top_k(ratio=0.25)),

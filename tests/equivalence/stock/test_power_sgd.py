@@ -23,6 +23,7 @@ from gradwire.interop import as_process_group, register_backend
 from gradwire.parallel import DistributedDataParallel
 from gradwire.testing import LeftBehind, run_ranks
 from gradwire.testing.mpi import missing
+from helpers.models import descend
 
 STEPS = 30
 RANKS = 4
@@ -48,9 +49,7 @@ def train(model: Any, rank: int, process_group: Any = None) -> torch.Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's hook compares Tensors with None
             nn.functional.mse_loss(model(inputs), inputs[:, :4].sin()).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.05 * p.grad
+        descend(model, 0.05)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 

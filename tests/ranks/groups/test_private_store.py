@@ -16,6 +16,7 @@ from gradwire.errors import GroupError
 from gradwire.groups import C10dGroup, SharedMemoryGroup
 from gradwire.groups.store import private_store
 from gradwire.groups.store.private_store import PrivateStore
+from helpers.threads import run_threads
 from helpers.warm_python import WarmPython
 
 
@@ -184,10 +185,6 @@ def test_many_writers_lose_nothing(store: PrivateStore) -> None:
             finally:
                 os._exit(1)
         children.append(pid)
-    threads = [threading.Thread(target=lambda: [store.add("count", 1) for _ in range(200)]) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(threading.Thread(target=lambda: [store.add("count", 1) for _ in range(200)]) for _ in range(3))
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0, 0]
     assert store.add("count", 0) == 1200

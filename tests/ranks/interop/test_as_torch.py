@@ -14,10 +14,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gradwire.collectives import all_reduce
 from gradwire.errors import HookError, NonFiniteGradient, Origin, UsageError, UsageTypeError
 from gradwire.groups import Group, ThreadGroup
-from gradwire.hooks import BucketSpec, CommHook, Reduction, Turn, cast, chain, local_sgd, mean, quantize
+from gradwire.hooks import Reduction, Turn, cast, chain, local_sgd, mean, quantize
 from gradwire.interop import as_torch_hook
 from gradwire.policies import NonFinite
 from gradwire.testing import run_ranks
+from helpers.buckets import TorchBucket
+from helpers.comm_hooks import CountsSteps, Scripted
+from helpers.models import descend
 
 
 def make_model() -> nn.Module:
@@ -30,30 +33,19 @@ def train(model: nn.Module, rank: int, steps: int = 5) -> Tensor:
     for _ in range(steps):
         model.zero_grad()
         model(torch.randn(4, 6, generator=data)).pow(2).sum().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.01 * p.grad
+        descend(model, 0.01)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-class Careful(CommHook):
+class Careful(CountsSteps):
     """The mean in two collectives, so that it runs on the lane, counting its steps by parameter."""
 
-    def init(self, spec: BucketSpec) -> dict[str, int]:
-        return dict.fromkeys(spec.names, 0)
+    collectives = None
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        for name in state:
-            state[name] += 1
-        assert set(state.values()) == {turn.step + 1}
+        assert set(state.values()) == {turn.step}
         yield all_reduce(torch.zeros(1))
-        return (yield from mean().reduce(grad, None, turn))
-
-    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
-        return dict(state)
-
-    def load(self, saved: Any, spec: BucketSpec) -> dict[str, int]:
-        return {name: saved.get(name, 0) for name in spec.names}
+        return (yield from super().reduce(grad, state, turn))
 
 
 def test_the_same_parameters_as_plain_ddp(torch_world: Callable[..., Any]) -> None:
@@ -121,40 +113,21 @@ def test_nonfinite_needs_names() -> None:
 
 
 def test_what_a_hook_raises_comes_out_of_torchs_backward(torch_world: Callable[..., Any]) -> None:
-    class Angry(CommHook):
-        collectives = 1  # torch never frees a model whose hook failed, and so would keep a lane for good
-
-        def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-            yield all_reduce(grad)
-            raise ValueError("no gradient for you")
+    def angry(grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        yield all_reduce(grad)
+        raise ValueError("no gradient for you")
 
     def rank_main(group: Group) -> None:
         with torch_world(group, "gloo"):
             model = TorchDDP(make_model())
-            hook = as_torch_hook(Angry(), group)
+            # Of one collective: torch never frees a model whose hook failed, and so would keep a lane for good.
+            hook = as_torch_hook(Scripted(angry, 1), group)
             model.register_comm_hook(None, hook)
             with pytest.raises((ValueError, RuntimeError), match="no gradient for you"):
                 model(torch.ones(1, 6)).sum().backward()
             hook.close()
 
     run_ranks(rank_main, 2, kind="gloo")
-
-
-class Bucket:
-    """What torch hands to a hook."""
-
-    def __init__(self, index: int, parameters: list[Tensor]) -> None:
-        self._index, self._parameters = index, parameters
-        self._buffer = torch.cat([torch.full((p.numel(),), 2.0) for p in parameters])
-
-    def index(self) -> int:
-        return self._index
-
-    def buffer(self) -> Tensor:
-        return self._buffer
-
-    def parameters(self) -> list[Tensor]:
-        return self._parameters
 
 
 @pytest.fixture
@@ -171,7 +144,9 @@ def test_states_follow_their_parameters_into_other_buckets(group: Group, named: 
     hook = as_torch_hook(Careful(), group, named_parameters=names)  # asserts that every state is as old as the step
     for layout in ([[a, b, c]], [[a, b, c]], [[c], [b, a]], [[c], [b, a]], [[a], [c], [b]], [[a, b, c]]):
         for index, parameters in enumerate(layout):
-            assert hook(None, Bucket(index, parameters)).wait().tolist() == [2.0] * sum(p.numel() for p in parameters)
+            assert hook(None, TorchBucket(parameters, index=index)).wait().tolist() == [2.0] * sum(
+                p.numel() for p in parameters
+            )
 
 
 def test_the_function_passes_torchs_check_of_hooks(group: Group) -> None:
@@ -196,22 +171,18 @@ def test_a_hook_refuses_parameters_before_any_step(group: Group) -> None:
 
 def test_a_hook_may_refuse_a_bucket(group: Group) -> None:
     with pytest.raises(UsageError, match=r"parameter 0"):
-        as_torch_hook(quantize({"encoder.*": 8}), group)(None, Bucket(0, [torch.zeros(2)]))
+        as_torch_hook(quantize({"encoder.*": 8}), group)(None, TorchBucket([torch.zeros(2)]))
 
 
-class Interrupted(CommHook):
+def interrupted(grad: Tensor, state: Any, turn: Turn) -> Reduction:
     """Is stopped after its collective by what is no Exception."""
-
-    collectives = 1
-
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        yield all_reduce(grad)
-        raise KeyboardInterrupt("enough")
+    yield all_reduce(grad)
+    raise KeyboardInterrupt("enough")
 
 
 def test_whatever_ends_a_reduction_reaches_torchs_future(group: Group) -> None:
     """torch waits for the future in C++, without a deadline."""
-    future = as_torch_hook(Interrupted(), group)(None, Bucket(0, [torch.zeros(2)]))
+    future = as_torch_hook(Scripted(interrupted, 1), group)(None, TorchBucket([torch.zeros(2)]))
     over = threading.Event()
     future.add_done_callback(lambda _: over.set())
     assert over.wait(100)
@@ -226,14 +197,14 @@ def test_it_needs_no_result_of_several_collectives_to_return() -> None:
 
     def rank_main(group: Group) -> list[float]:
         hook = as_torch_hook(Careful(), group)
-        hook(None, Bucket(0, [weight])).wait()
+        hook(None, TorchBucket([weight])).wait()
         if group.rank == 0:
-            future = hook(None, Bucket(0, [weight]))
+            future = hook(None, TorchBucket([weight]))
             assert not future.done()
             meet.wait(100)
         else:
             meet.wait(100)
-            future = hook(None, Bucket(0, [weight]))
+            future = hook(None, TorchBucket([weight]))
         value = future.wait().tolist()
         hook.close()
         return value

@@ -16,6 +16,7 @@ from gradwire.groups import Group
 from gradwire.hooks import CommHook, cast, chain, error_feedback, local_sgd, mean, power_sgd, quantize, top_k
 from gradwire.interop import as_torch_hook
 from gradwire.testing import run_ranks
+from helpers.buckets import TorchBucket
 
 HOOKS: dict[str, CommHook] = {
     "quantize": quantize(bits=8),
@@ -129,23 +130,6 @@ def test_outer_steps_need_no_group_at_first(torch_world: Callable[..., Any]) -> 
     assert torch.equal(first, second)
 
 
-class Bucket:
-    """What torch passes to a hook."""
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self._parameters = parameters
-        self._buffer = torch.cat([torch.full((p.numel(),), 2.0) for p in parameters])
-
-    def index(self) -> int:
-        return 0
-
-    def buffer(self) -> Tensor:
-        return self._buffer
-
-    def parameters(self) -> list[Tensor]:
-        return self._parameters
-
-
 class Unsplittable(gw.GroupWrapper):
     """A group of which no second one can be made."""
 
@@ -166,7 +150,7 @@ def test_without_a_second_group_a_reduction_ends_before_torch_goes_on() -> None:
 
     def rank_main(group: Group) -> set[str]:
         whole = Unsplittable(group)
-        assert as_torch_hook(power_sgd(rank=1), whole)(None, Bucket([torch.zeros(8, 8)])).done()
+        assert as_torch_hook(power_sgd(rank=1), whole)(None, TorchBucket([torch.zeros(8, 8)])).done()
         return whole.threads - {threading.current_thread().name}
 
     assert run_ranks(rank_main, 2, kind="threads") == [set(), set()]
@@ -174,4 +158,4 @@ def test_without_a_second_group_a_reduction_ends_before_torch_goes_on() -> None:
 
 def test_without_torch_distributed_the_error_names_what_is_missing() -> None:
     with pytest.raises(UsageError, match=r"init_process_group"):
-        as_torch_hook(mean())(None, Bucket([torch.zeros(2)]))
+        as_torch_hook(mean())(None, TorchBucket([torch.zeros(2)]))

@@ -17,7 +17,7 @@ from gradwire.groups import Group
 from gradwire.hooks import CommHook, Reduced, Reduction, Turn, cast, chain, mean, weighted_mean
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
-from helpers.models import inputs, mlp
+from helpers.models import descend, inputs, mlp
 
 SMALL = 0.0001
 
@@ -37,12 +37,6 @@ def expected(model: nn.Module, ranks: list[int], step: int, divisor: int) -> lis
 def assert_gradients(model: nn.Module, want: list[Tensor]) -> None:
     for got, value in zip(gradients(model), want, strict=True):
         torch.testing.assert_close(got, value)
-
-
-def step_down(model: nn.Module) -> None:
-    with torch.no_grad():
-        for p in model.parameters():
-            p -= 0.05 * p.grad  # type: ignore[operator]
 
 
 BATCHES = [2, 5, 3]
@@ -68,7 +62,7 @@ def train_unevenly(
             ddp.zero_grad()
             ddp(inputs(group.rank, step)).pow(2).sum().backward()
             assert_gradients(ddp, want)
-            step_down(ddp)
+            descend(ddp, 0.05)
     return [p.detach().clone() for p in ddp.parameters()]
 
 

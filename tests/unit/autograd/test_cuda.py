@@ -9,18 +9,9 @@ from torch import nn
 from gradwire.autograd import GradHooks, at_backward_end, on_grad
 from gradwire.autograd.user_hooks.attach import attach
 from gradwire.errors import AutogradHookError
+from helpers.backward_calls import fail_in_backward
 
 pytestmark = pytest.mark.gpu
-
-
-class Fail(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise ValueError("on the way")
 
 
 class Mixed(nn.Module):
@@ -83,7 +74,7 @@ def test_a_failure_is_known_when_backward_has_raised() -> None:
     owner = Owner([a, b])
     for _ in range(20):
         with pytest.raises(ValueError, match="on the way"):
-            (Fail.apply(b * 1) * a).sum().backward()
+            (fail_in_backward(b * 1, ValueError("on the way")) * a).sum().backward()
         assert owner.events == [0, "failed"]
         owner.events.clear()
         (a * b).sum().backward()

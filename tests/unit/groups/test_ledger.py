@@ -11,6 +11,7 @@ from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStar
 from gradwire.groups import ledger as module
 from gradwire.groups.ledger import Arrivals, Ledger
 from gradwire.groups.work import Work
+from helpers.threads import run_threads
 
 
 @pytest.fixture
@@ -26,11 +27,9 @@ def enter(ledger: Ledger, *, label: str = "", timeout: float = 30.0) -> Work:
 
 def test_numbers_count_from_0_in_every_thread(ledger: Ledger) -> None:
     numbers: list[int] = []
-    threads = [threading.Thread(target=lambda: numbers.extend(ledger.next_seq() for _ in range(500))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
+    run_threads(
+        threading.Thread(target=lambda: numbers.extend(ledger.next_seq() for _ in range(500))) for _ in range(4)
+    )
     assert sorted(numbers) == list(range(2000))
 
 

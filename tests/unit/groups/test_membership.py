@@ -415,8 +415,8 @@ def test_an_exchange_that_outlives_its_epoch_hides_no_failure_of_the_next_and_in
         rank.leave("closed")
 
 
-def test_a_failure_is_reported_once_the_store_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "_REPORTED_WITHIN", 0.01)
+def fails_while_stalled() -> tuple[Stalling, Membership, Membership]:
+    """A store that does not answer, the rank that has recorded a failure meanwhile, and another."""
     store = dist.HashStore()
     slow = Stalling(store)
     fails, other = Membership(slow, 0, 2), Membership(store, 1, 2)
@@ -424,6 +424,12 @@ def test_a_failure_is_reported_once_the_store_answers_again(monkeypatch: pytest.
     fails.tick(slow=True)
     assert slow.stalled.wait(60)
     fails.record_failure(None, "aborted")
+    return slow, fails, other
+
+
+def test_a_failure_is_reported_once_the_store_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "_REPORTED_WITHIN", 0.01)
+    slow, fails, other = fails_while_stalled()
     other.refresh()
     assert other.failure_record is None
     slow.release.set()
@@ -439,13 +445,7 @@ def test_a_failure_is_reported_once_the_store_answers_again(monkeypatch: pytest.
 def test_a_rank_that_recovers_has_reported_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others may still wait in an operation, and recover only once they know."""
     monkeypatch.setattr(membership, "_REPORTED_WITHIN", 0.0)
-    store = dist.HashStore()
-    slow = Stalling(store)
-    fails, other = Membership(slow, 0, 2), Membership(store, 1, 2)
-    fails.joined, slow.nth = 1, 2
-    fails.tick(slow=True)
-    assert slow.stalled.wait(60)
-    fails.record_failure(None, "aborted")
+    slow, fails, other = fails_while_stalled()
     slow.release.set()
     with pytest.raises(TimeoutError, match=r"ranks \[1\] have not called"):
         fails.start_over(0, 0.01)

@@ -17,6 +17,7 @@ from gradwire.collectives import ReduceOp, build
 from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups import Group, ThreadGroup
 from gradwire.testing import run_ranks
+from helpers.threads import run_threads
 
 
 def close(*groups: ThreadGroup) -> None:
@@ -34,11 +35,7 @@ def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
         except Exception as error:
             results[i] = error
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
+    run_threads(threading.Thread(target=run, args=(i,)) for i in range(len(calls)))
     return results
 
 
@@ -322,11 +319,7 @@ def test_subgroups_are_not_kept(end: Callable[[Group], None]) -> None:
             end(part)
 
     world = ThreadGroup.world(2)
-    threads = [threading.Thread(target=rank, args=(group,)) for group in world]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(threading.Thread(target=rank, args=(group,)) for group in world)
     gc.collect()
     assert [ref() for ref in kept] == [None] * 6
     for group in world:

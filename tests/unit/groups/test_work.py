@@ -16,6 +16,7 @@ from gradwire.errors import CollectiveTimeout, GroupAborted, UsageError
 from gradwire.groups import ThreadGroup
 from gradwire.groups.ledger import Arrivals, Ledger
 from gradwire.groups.work import Work, seconds
+from helpers.threads import run_threads
 
 
 def make(op: Collective | None = None, *, timeout: float = 30.0, ledger: Ledger | None = None) -> Work:
@@ -64,11 +65,7 @@ def test_of_many_settlers_one_wins_and_is_reported_once() -> None:
         start.wait(100)
         won.append(work.finish() if i % 2 else work.fail(GroupAborted(str(i))))
 
-    threads = [threading.Thread(target=settle, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
+    run_threads(threading.Thread(target=settle, args=(i,)) for i in range(8))
     assert sorted(won) == [False] * 7 + [True]
     assert len(seen) == 1
 

@@ -16,7 +16,7 @@ from gradwire.hooks.combinators.hierarchical import slices
 from gradwire.interop import as_torch_hook
 from gradwire.parallel import replicate
 from gradwire.testing import check_hook, run_ranks, simulate
-from helpers.buckets import bucket, gradients
+from helpers.buckets import TorchBucket, bucket, gradients
 from helpers.laws import SHORT_LAWS
 from helpers.models import mlp, train
 from helpers.two_hosts import HALF, reduce_on, two_hosts
@@ -281,30 +281,13 @@ def test_replicas_train_with_it() -> None:
         assert not torch.equal(fed, exact)
 
 
-class TorchBucket:
-    """What torch passes to its hooks."""
-
-    def __init__(self, flat: Tensor, parameters: list[Tensor]) -> None:
-        self._flat, self._parameters = flat, parameters
-
-    def index(self) -> int:
-        return 0
-
-    def buffer(self) -> Tensor:
-        return self._flat
-
-    def parameters(self) -> list[Tensor]:
-        return self._parameters
-
-
 def test_it_runs_as_one_of_torchs_hooks() -> None:
     def rank_main(world: Group) -> list[float]:
         weight = torch.zeros(4, 2)
         with two_hosts(world, Layout(((0, 1), (2, 3)))) as group:
             hook = as_torch_hook(hierarchical(across=FED), group, named_parameters=[("weight", weight)])
             for step in range(2):
-                flat = torch.full((8,), float(world.rank + step))
-                value = hook(None, TorchBucket(flat, [weight])).wait()
+                value = hook(None, TorchBucket([weight], world.rank + step)).wait()
             return value.tolist()
 
     assert run_ranks(rank_main, 4, kind="threads") == [[2.5] * 8] * 4

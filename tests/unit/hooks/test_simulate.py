@@ -1,5 +1,6 @@
 """simulate: a hook on ranks in one thread."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,22 +13,7 @@ from gradwire.collectives import all_gather_into_tensor, all_reduce, send
 from gradwire.errors import CollectiveMismatch, HookError, UsageError
 from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, mean
 from gradwire.testing import simulate
-
-
-class Scripted(CommHook):
-    """A hook whose reduction is a function of the test."""
-
-    def __init__(self, script: Callable[..., Reduction]) -> None:
-        self._script = script
-
-    def init(self, spec: BucketSpec) -> dict[str, Any]:
-        return {"seen": []}
-
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        return self._script(grad, state, turn)
-
-    def __repr__(self) -> str:
-        return "scripted()"
+from helpers.comm_hooks import Scripted
 
 
 @dataclass
@@ -126,7 +112,7 @@ def test_errors_of_a_hook_are_raised_with_their_rank() -> None:
     with pytest.raises(KeyError, match="mine") as caught:
         simulate(Scripted(angry), [torch.ones(1)] * 2)
     assert "raised on simulated rank 1" in caught.value.__notes__
-    assert any("scripted() on bucket 0 (parameters parameter), rank 1" in note for note in caught.value.__notes__)
+    assert any("angry() on bucket 0 (parameters parameter), rank 1" in note for note in caught.value.__notes__)
 
 
 def test_all_generators_are_closed_when_one_rank_fails() -> None:
@@ -185,7 +171,8 @@ def returns(
     ],
 )
 def test_a_hook_that_breaks_its_contract_is_named(script: Callable[..., Any], words: str) -> None:
-    where = r"communication hook scripted\(\) on bucket 0 \(parameters parameter\), rank 0, step 0: .*"
-    with pytest.raises(HookError, match=where + words) as caught:
-        simulate(Scripted(script), [torch.zeros(2)] * 2)
-    assert caught.value.hook == "scripted()"
+    where = r" on bucket 0 \(parameters parameter\), rank 0, step 0: .*"
+    hook = Scripted(script)
+    with pytest.raises(HookError, match="communication hook " + re.escape(repr(hook)) + where + words) as caught:
+        simulate(hook, [torch.zeros(2)] * 2)
+    assert caught.value.hook == repr(hook)

@@ -17,6 +17,7 @@ from gradwire.groups import Work
 from gradwire.interop import GradwireProcessGroup, as_process_group, from_process_group
 from gradwire.testing import run_ranks
 from gradwire.testing.conformance import check_group, check_names
+from helpers.adapters import ThereAndBack
 
 SIZE = 3
 RANKS = range(SIZE)
@@ -259,21 +260,6 @@ def test_what_is_no_process_group(value: Any) -> None:
 
 # A label does not survive c10d, which has no such thing, and sparse tensors come out of C10dGroup as copies.
 SURVIVES_C10D = [name for name in check_names() if name not in ("mismatch", "all_reduce_sparse")]
-
-
-class ThereAndBack(GroupWrapper):
-    """A C10dGroup over a torch process group over the group, which it closes too: operations in flight in it keep it alive."""
-
-    def __init__(self, group: Group) -> None:
-        super().__init__(C10dGroup(as_process_group(group), timeout=group.timeout))
-        self.far = group
-
-    def split(self, color: int | None, key: int | None = None) -> Group | None:
-        return self.inner.split(color, key)
-
-    def close(self, timeout: float = 5.0) -> None:
-        super().close(timeout)
-        self.far.close(timeout=0)
 
 
 def test_there_and_back_conforms_on_one_rank() -> None:

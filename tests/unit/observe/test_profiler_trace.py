@@ -12,25 +12,17 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import gradwire as gw
 from gradwire import observe
 from gradwire.cli import main
+from helpers.backward_calls import in_backward
 from helpers.made_rings import made_ring, write_ring
 
 PAUSE = 0.002
 
 
-class Noted(torch.autograd.Function):
-    """Is annotated in its backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
+def annotate():
+    time.sleep(PAUSE)
+    with record_function("in backward"):
         time.sleep(PAUSE)
-        with record_function("in backward"):
-            time.sleep(PAUSE)
-        time.sleep(PAUSE)
-        return gradient
+    time.sleep(PAUSE)
 
 
 class Annotated(nn.Module):
@@ -45,7 +37,7 @@ class Annotated(nn.Module):
         with record_function("in forward"):
             y = self.layer(x)
         time.sleep(PAUSE)
-        return Noted.apply(y)
+        return in_backward(y, annotate)
 
 
 def events(path):

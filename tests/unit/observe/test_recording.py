@@ -19,6 +19,7 @@ from gradwire.groups.work import Work
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.testing import run_ranks
+from helpers.backward_calls import fail_in_backward
 
 K = RecordKind
 
@@ -169,18 +170,8 @@ def test_a_step_that_fails(recorded):
     [group] = gw.ThreadGroup.world(1)
     model = nn.Linear(4, 2)
     gw.replicate(model, group=group)
-
-    class Broken(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ValueError("of the user's")
-
     with pytest.raises(ValueError, match="of the user's"):
-        Broken.apply(model(torch.ones(3, 4))).sum().backward()
+        fail_in_backward(model(torch.ones(3, 4)), ValueError("of the user's")).sum().backward()
     group.close()
     [failed] = observe.read_rings(recorded)[0].of_kind(K.STEP_FAILED)
     assert (failed.step, failed.label) == (0, "ValueError: of the user's")

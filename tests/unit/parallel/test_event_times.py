@@ -11,21 +11,7 @@ from gradwire.events import BucketLaunched, BucketReduced, Emitter, Event, Gradi
 from gradwire.groups import Group
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
-
-
-class Slow(torch.autograd.Function):
-    """An identity whose backward records when it begins."""
-
-    began: float
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        Slow.began = time.perf_counter()
-        return grad
+from helpers.backward_calls import in_backward
 
 
 class Model(nn.Module):
@@ -34,8 +20,11 @@ class Model(nn.Module):
         self.a, self.b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.b(Slow.apply(self.a(x)))
+        out: Tensor = self.b(in_backward(self.a(x), self.note_time))
         return out
+
+    def note_time(self) -> None:
+        self.between = time.perf_counter()
 
 
 @pytest.mark.parametrize("flags", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str)
@@ -60,9 +49,9 @@ def test_a_gradient_is_ready_and_its_bucket_launched_before_what_comes_next(
             ddp.zero_grad(set_to_none=none)
             ddp(torch.ones(1, 2)).sum().backward()
             if i >= steps_before:
-                assert times["ready", "b.weight"] < Slow.began < times["ready", "a.weight"]
+                assert times["ready", "b.weight"] < ddp.module.between < times["ready", "a.weight"]
                 if ddp.replica.reducer.order.rebuilt or "find_unused_parameters" in flags:
-                    assert times["launched", 0] < Slow.began < times["launched", 1]
+                    assert times["launched", 0] < ddp.module.between < times["launched", 1]
 
     run_ranks(rank_main, 1)
 

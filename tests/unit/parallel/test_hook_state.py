@@ -2,7 +2,6 @@
 
 import copy
 import io
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -15,12 +14,14 @@ from gradwire import hooks
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import HookError
 from gradwire.groups import Group
-from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, chain, error_feedback, mean, streaming_diloco
+from gradwire.hooks import CommHook, Reduced, Reduction, Turn, chain, error_feedback, mean, streaming_diloco
 from gradwire.hooks.numerics.rng import generator
 from gradwire.interop import as_fsdp_hook, as_torch_hook
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.testing import run_ranks
+from helpers.buckets import TorchBucket
+from helpers.comm_hooks import CountsSteps, Scripted
 from helpers.models import train
 
 SMALL = 0.0001
@@ -31,60 +32,19 @@ with torch.random.fork_rng():
     NET = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-class Noisy(CommHook):
+def noisy(grad: Tensor, state: Any, turn: Turn) -> Reduction:
     """A mean with noise that all ranks draw alike, so that its step shows; for all buckets the same, so that they do not."""
-
-    collectives = 1
-
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        everywhere = replace(turn, spec=replace(turn.spec, index=0, names=()))
-        grad = grad + torch.randn(1, generator=generator(0, everywhere, shared=True))
-        yield all_reduce(grad, op=ReduceOp.AVG)
-        return Reduced(grad, grad)
-
-    def __repr__(self) -> str:
-        return "noisy()"
+    everywhere = replace(turn, spec=replace(turn.spec, index=0, names=()))
+    grad = grad + torch.randn(1, generator=generator(0, everywhere, shared=True))
+    yield all_reduce(grad, op=ReduceOp.AVG)
+    return Reduced(grad, grad)
 
 
-class Stubborn(CommHook):
+class Stubborn(CountsSteps):
     """Keeps a number per parameter, and loads nothing else."""
-
-    collectives = 1
-
-    def init(self, spec: BucketSpec) -> dict[str, int]:
-        return dict.fromkeys(spec.names, 0)
-
-    def reduce(self, grad: Tensor, state: dict[str, int], turn: Turn) -> Reduction:
-        for name in state:
-            state[name] += 1
-        yield all_reduce(grad, op=ReduceOp.AVG)
-        return Reduced(grad, grad)
-
-    def save(self, state: dict[str, int], spec: BucketSpec) -> dict[str, Any]:
-        return dict(state)
-
-    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> dict[str, int]:
-        return {name: int(saved.get(name, 0)) for name in spec.names}
 
     def __repr__(self) -> str:
         return "stubborn()"
-
-
-class FakeBucket:
-    """What torch passes to a hook."""
-
-    def __init__(self, parameters: list[Tensor], value: float) -> None:
-        self._parameters = parameters
-        self._flat = torch.full((sum(p.numel() for p in parameters),), float(value))
-
-    def index(self) -> int:
-        return 0
-
-    def buffer(self) -> Tensor:
-        return self._flat
-
-    def parameters(self) -> list[Tensor]:
-        return self._parameters
 
 
 def build(group: Group, hook: CommHook) -> DDP:
@@ -109,7 +69,7 @@ ACROSS = chain(error_feedback(), hooks.quantize(bits=4, block=32, rounding="stoc
 
 @pytest.mark.parametrize(
     ("hook", "saved_after", "loaded_after"),
-    [*product((HOOK, Noisy()), (0, 1, 4), (0, 1, 3)), *product((ACROSS,), (1, 2, 5), (0,))],
+    [*product((HOOK, Scripted(noisy, 1)), (0, 1, 4), (0, 1, 3)), *product((ACROSS,), (1, 2, 5), (0,))],
 )
 def test_training_goes_on_as_if_it_had_not_stopped(hook: CommHook, saved_after: int, loaded_after: int) -> None:
     """Saved before the first step, before the rebuild or after it; loaded into a model that is before or after its own."""
@@ -269,7 +229,7 @@ def test_what_cannot_be_read_on_one_rank_changes_nothing_on_any(hook: CommHook, 
         else:
             owner.attach_optimizer()
             for value in (2.0, 3.0):
-                owner(None, FakeBucket([p for _, p in parameters], value)).wait()
+                owner(None, TorchBucket([p for _, p in parameters], value)).wait()
         owner.outer_step()
         before = owner.hook_state_dict()
         state = through_file(before)

@@ -24,6 +24,7 @@ from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import Buckets, ScaleCheck
 from gradwire.testing import run_ranks
+from helpers.comm_hooks import CountsSteps, Scripted
 from helpers.models import inputs, mlp
 
 SMALL = 0.0001
@@ -231,24 +232,17 @@ def test_a_state_is_freed_with_the_model(group: Group) -> None:
     assert weak() is None
 
 
-class Doubles(CommHook):
+def doubles(grad: Tensor, state: Any, turn: Turn) -> Reduction:
     """Twice the mean, so that it can be distinguished from others."""
-
-    collectives = 1
-
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        yield all_reduce(grad, op=ReduceOp.AVG)
-        return Reduced(grad * 2, grad)
-
-    def __repr__(self) -> str:
-        return "doubles()"
+    yield all_reduce(grad, op=ReduceOp.AVG)
+    return Reduced(grad * 2, grad)
 
 
 def test_hooks_are_swapped_between_steps() -> None:
     def rank_main(group: Group) -> list[float]:
         ddp = DDP(nn.Linear(4, 2), process_group=group)
         grads = []
-        for hook in (None, Doubles(), chain(cast(torch.bfloat16), mean()), Doubles(), mean()):
+        for hook in (None, Scripted(doubles, 1), chain(cast(torch.bfloat16), mean()), Scripted(doubles, 1), mean()):
             if hook is not None:
                 ddp.set_hook(hook)
             ddp.zero_grad()
@@ -273,7 +267,7 @@ def test_a_disagreement_is_reported_to_every_rank_and_changes_nothing() -> None:
     def rank_main(group: Group) -> str:
         ddp = DDP(nn.Linear(4, 2), process_group=group)
         with pytest.raises(HookError) as caught:
-            ddp.set_hook(Doubles() if group.rank == 1 else chain(cast(torch.bfloat16), mean()))
+            ddp.set_hook(Scripted(doubles, 1) if group.rank == 1 else chain(cast(torch.bfloat16), mean()))
         ddp(torch.full((1, 4), group.rank + 1.0)).sum().backward()
         assert ddp.module.weight.grad[0, 0].item() == 2.0
         return str(caught.value)
@@ -297,24 +291,13 @@ def test_set_hook_during_backward_is_refused(ddp: DDP) -> None:
     assert "during backward. Call it between steps." in str(said[0])
 
 
-class Remembers(CommHook):
-    """A state per parameter, which counts."""
-
-    collectives = 1
-
-    def init(self, spec: BucketSpec) -> dict[str, int]:
-        return dict.fromkeys(spec.names, 0)
+class Remembers(CountsSteps):
+    """Every state is as old as the step, and of the bucket's parameters."""
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        for name in state:
-            state[name] += 1
-        assert set(state.values()) == {turn.step + 1}, (state, turn.step)
+        assert set(state.values()) == {turn.step}, (state, turn.step)
         assert set(state) == set(turn.spec.names)
-        yield all_reduce(grad, op=ReduceOp.AVG)
-        return Reduced(grad, grad)
-
-    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
-        return dict(state)
+        return (yield from super().reduce(grad, state, turn))
 
     def load(self, saved: Any, spec: BucketSpec) -> dict[str, int]:
         return {name: saved[name] for name in spec.names}
@@ -336,17 +319,10 @@ def test_a_hook_registered_after_some_steps_starts_with_states_of_its_own(ddp: D
     assert ddp.replica.reducer.steps == 5
 
 
-class Sums(CommHook):
+def sums(grad: Tensor, state: Any, turn: Turn) -> Reduction:
     """Forgets to divide."""
-
-    collectives = 1
-
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        yield all_reduce(grad, op=ReduceOp.SUM)
-        return Reduced(grad, grad)
-
-    def __repr__(self) -> str:
-        return "sums()"
+    yield all_reduce(grad, op=ReduceOp.SUM)
+    return Reduced(grad, grad)
 
 
 class Slow(CommHook):
@@ -383,7 +359,7 @@ def test_a_right_hook_passes_the_scale_check(hook: CommHook) -> None:
 def test_a_sum_is_caught_and_named_on_every_rank() -> None:
     def rank_main(group: Group) -> str:
         with pytest.raises(HookError) as caught:
-            scaled(group, Sums(), ScaleCheck())
+            scaled(group, Scripted(sums, 1), ScaleCheck())
         assert caught.value.hook == "sums()"
         return str(caught.value)
 
@@ -400,7 +376,7 @@ def test_a_sum_is_caught_and_named_on_every_rank() -> None:
 def test_a_wrong_result_does_not_reach_the_gradients() -> None:
     def rank_main(group: Group) -> None:
         model = nn.Linear(4, 2)
-        replica = replicate(model, group=group, hook=Doubles(), scale_check=ScaleCheck())
+        replica = replicate(model, group=group, hook=Scripted(doubles, 1), scale_check=ScaleCheck())
         with pytest.raises(HookError, match="the result is 2 times the mean"):
             model(torch.ones(1, 4)).sum().backward()
         replica.detach()

@@ -1,11 +1,9 @@
 """Checks whose result the host reads one step later: all ranks read it in the same step, whatever one of them lacks."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from gradwire.errors import GroupAborted, NonFiniteGradient
 from gradwire.groups import Group, ThreadGroup
@@ -13,6 +11,7 @@ from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import NonFinite
 from gradwire.testing import run_ranks
+from helpers.backward_calls import fail_in_backward
 from helpers.late_checks import all_finite, attached, emulate_device, fused, step
 from helpers.poisoned_model import Model, inputs
 
@@ -36,7 +35,7 @@ def test_after_a_step_that_has_failed_nothing_is_left_of_it() -> None:
         with pytest.raises((RuntimeError, GroupAborted)):  # in the forward, if the other rank has failed before it
             loss = ddp(inputs(group.rank, 3), math.nan).sum()
             if group.rank == 1:
-                loss = _fails(loss)
+                loss = fail_in_backward(loss, RuntimeError("no"))
             (loss + 0 * sum(p.sum() for p in ddp.parameters() if p.numel())).backward()
         for number in range(4, 8):
             optimizer.zero_grad()
@@ -45,21 +44,6 @@ def test_after_a_step_that_has_failed_nothing_is_left_of_it() -> None:
         ddp.finish_checks()
 
     run_ranks(rank_main, 2)
-
-
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise RuntimeError("no")
-
-
-def _fails(loss: Tensor) -> Tensor:
-    out: Tensor = _Fails.apply(loss)
-    return out
 
 
 def test_ranks_with_uneven_inputs_wait() -> None:

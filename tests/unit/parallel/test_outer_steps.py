@@ -20,6 +20,8 @@ from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import ScaleCheck
 from gradwire.testing import run_ranks
+from helpers.buckets import TorchBucket
+from helpers.models import descend
 from helpers.outer_training import NET, flat, loss_on, train
 
 HOOKS: dict[str, hooks.CommHook] = {
@@ -208,9 +210,7 @@ def test_steps_can_be_counted_by_hand() -> None:
             model.zero_grad()
             for part in range(2):  # synchronized needlessly: still one step
                 loss_on(model, group.rank, 10 * step + part).backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= 0.1 * p.grad
+            descend(model, 0.1)
             replica.outer_step()
         replica.detach()
         return flat(model).tolist()
@@ -490,20 +490,9 @@ def test_a_rank_that_is_new_takes_the_anchor_from_rank_0() -> None:
 def test_torchs_ddp_also_reports_a_forgotten_optimizer(group: Group) -> None:
     weight = torch.zeros(2, requires_grad=True)
     hook = as_torch_hook(local_sgd(every=1), group, named_parameters=[("weight", weight)])
-
-    class Bucket:
-        def index(self) -> int:
-            return 0
-
-        def buffer(self) -> Tensor:
-            return torch.ones(2)
-
-        def parameters(self) -> list[Tensor]:
-            return [weight]
-
-    assert hook(None, Bucket()).wait().tolist() == [1.0, 1.0]
+    assert hook(None, TorchBucket([weight], 1.0)).wait().tolist() == [1.0, 1.0]
     with pytest.raises(UsageError, match=r"attach_optimizer\(optimizer\)"):
-        hook(None, Bucket())
+        hook(None, TorchBucket([weight], 1.0))
     hook.attach_optimizer()
     hook.outer_step()
     with pytest.raises(HookError, match="lacks"):

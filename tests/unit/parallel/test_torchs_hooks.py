@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gradwire.groups import Group
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
+from helpers.models import descend
 
 STEPS = 4
 Setup = Callable[[nn.Module], Any]
@@ -32,9 +33,7 @@ def train(model: nn.Module, rank: int, *, by_hand: bool = True) -> Tensor:
         model.zero_grad()
         model(torch.randn(8, 6, generator=data)).pow(2).sum().backward()
         if by_hand:
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= 0.02 * p.grad  # type: ignore[operator]
+            descend(model, 0.02)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 

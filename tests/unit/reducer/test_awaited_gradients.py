@@ -14,20 +14,7 @@ from gradwire import observe
 from gradwire.observe.hangs.gradient_questions import Awaited
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.reducer.intake.intake import awaited_gradients
-
-
-class Pause(torch.autograd.Function):
-    """Calls a function in the middle of backward."""
-
-    @staticmethod
-    def forward(ctx, x, call):
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.call()
-        return gradient, None
+from helpers.backward_calls import in_backward
 
 
 class Scale(nn.Module):
@@ -52,7 +39,7 @@ class Stacked(nn.Module):
         self.call = call
 
     def forward(self, x):
-        return self.third(Pause.apply(self.second(self.first(x)), self.call))
+        return self.third(in_backward(self.second(self.first(x)), self.call))
 
 
 @pytest.fixture
@@ -107,7 +94,7 @@ def test_the_last_bucket_waits_for_the_end_of_backward(group):
     ddp = gw.DistributedDataParallel(Scale(), process_group=group)
     x = torch.ones(2, 4, requires_grad=True)
     for _ in range(3):
-        ddp(Pause.apply(x, lambda: seen.append(mine(awaited_gradients())))).sum().backward()
+        ddp(in_backward(x, lambda: seen.append(mine(awaited_gradients())))).sum().backward()
         ddp.zero_grad()
     assert seen == [[(0, [])]] * 3
 

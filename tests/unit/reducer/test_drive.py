@@ -20,6 +20,7 @@ from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, mean
 from gradwire.hooks.pump import pump
 from gradwire.reducer.hook.driver import Driver, _OnLane
 from gradwire.testing import run_ranks
+from helpers.comm_hooks import Scripted
 
 PATIENCE = 120.0
 
@@ -47,21 +48,6 @@ class Several(CommHook):
         yield all_reduce(value, op=ReduceOp.AVG, label=label)
         torch.testing.assert_close(value, everybody.view(turn.world_size, -1).mean(0))
         return Reduced(value, grad)
-
-
-class Scripted(CommHook):
-    """Declares `collectives = 1`, whatever it does."""
-
-    collectives = 1
-
-    def __init__(self, script: Callable[..., Reduction]) -> None:
-        self._script = script
-
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        return self._script(grad, turn)
-
-    def __repr__(self) -> str:
-        return "scripted()"
 
 
 def launch(driver: Driver, hook: CommHook, value: float, index: int = 0) -> Any:
@@ -92,29 +78,29 @@ def test_a_single_collective_is_submitted_at_launch_and_finished_by_the_waiter()
 def test_what_follows_the_collective_runs_in_the_waiters_thread(alone: Driver) -> None:
     threads = []
 
-    def script(grad: Tensor, turn: Turn) -> Reduction:
+    def script(grad: Tensor, state: Any, turn: Turn) -> Reduction:
         yield all_reduce(grad)
         threads.append(threading.current_thread())
         return Reduced(grad, grad)
 
-    pending = launch(alone, Scripted(script), 1.0)
+    pending = launch(alone, Scripted(script, 1), 1.0)
     assert threads == []
     pending.wait()
     assert threads == [threading.current_thread()]
 
 
-def second_one(grad: Tensor, turn: Turn) -> Reduction:
+def second_one(grad: Tensor, state: Any, turn: Turn) -> Reduction:
     yield all_reduce(grad)
     yield all_reduce(grad)
     return Reduced(grad, grad)
 
 
-def none_at_all(grad: Tensor, turn: Turn) -> Reduction:
+def none_at_all(grad: Tensor, state: Any, turn: Turn) -> Reduction:
     return Reduced(grad, grad)
     yield
 
 
-def no_result(grad: Tensor, turn: Turn) -> Any:
+def no_result(grad: Tensor, state: Any, turn: Turn) -> Any:
     yield all_reduce(grad)
 
 
@@ -128,21 +114,15 @@ def no_result(grad: Tensor, turn: Turn) -> Any:
 )
 def test_a_hook_that_lies_is_a_hook_error(alone: Driver, script: Callable[..., Reduction], words: str) -> None:
     with pytest.raises(HookError, match=words) as caught:
-        launch(alone, Scripted(script), 1.0).wait()
-    assert caught.value.hook == "scripted()"
-
-
-class DeclaresNone(Scripted):
-    """Declares `collectives = 0`, whatever it does."""
-
-    collectives = 0
+        launch(alone, Scripted(script, 1), 1.0).wait()
+    assert caught.value.hook == f"{script.__name__}()"
 
 
 def test_a_hook_of_no_collective_is_done_at_once(alone: Driver) -> None:
-    assert launch(alone, DeclaresNone(none_at_all), 2.0).wait().tolist() == [2.0, 2.0, 2.0]
+    assert launch(alone, Scripted(none_at_all, 0), 2.0).wait().tolist() == [2.0, 2.0, 2.0]
     assert alone._lane.idle
     with pytest.raises(HookError, match="declares collectives = 0 but yielded all_reduce"):
-        launch(alone, DeclaresNone(second_one), 1.0)
+        launch(alone, Scripted(second_one, 0), 1.0)
 
 
 # -- several, on the lane ------------------------------------------------------------------------------------------------
@@ -235,7 +215,7 @@ def test_a_hook_may_catch_what_its_collective_failed_with() -> None:
     (group,) = ThreadGroup.world(1)
     caught = []
 
-    def careful(grad: Tensor, turn: Turn) -> Reduction:
+    def careful(grad: Tensor, state: Any, turn: Turn) -> Reduction:
         try:
             yield all_reduce(grad)
         except GroupAborted as error:

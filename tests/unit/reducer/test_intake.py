@@ -16,6 +16,7 @@ from gradwire.hooks import GradBucket
 from gradwire.parallel import replicate
 from gradwire.parallel.replica import Replica
 from gradwire.policies import Buckets, Gradients
+from helpers.backward_calls import in_backward
 
 X = torch.arange(8.0).view(2, 4) / 8
 
@@ -311,20 +312,6 @@ def test_a_gradient_that_lies_in_the_memory_of_an_earlier_one(
         module.before = module.weight.grad  # type: ignore[assignment]
 
 
-class _Look(torch.autograd.Function):
-    """An identity whose backward calls a function."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.call()
-        return grad, None
-
-
 def test_with_views_the_memory_of_gradients_is_free_once_their_bucket_is_filled(group: Group) -> None:
     """D4: gradients that live until backward ends, next to the buckets, would take as much memory as without views."""
     layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(6))
@@ -338,7 +325,7 @@ def test_with_views_the_memory_of_gradients_is_free_once_their_bucket_is_filled(
 
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
-                x = layer(_Look.apply(x, look))
+                x = layer(in_backward(x, look))
             return x
 
     def look() -> None:

@@ -22,6 +22,7 @@ from gradwire.groups.failure.monitor import Monitor, find_culprit
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
 from gradwire.runtime.host import host_identity
+from helpers.threads import run_threads
 
 
 def work_of(op=None) -> Work:
@@ -208,11 +209,7 @@ def test_closing_leaves_somebody_elses_engine_alone() -> None:
     def make(rank: int) -> None:
         engines[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
 
-    makers = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
-    for maker in makers:
-        maker.start()
-    for maker in makers:
-        maker.join()
+    run_threads(threading.Thread(target=make, args=(rank,)) for rank in range(2))
     group = C10dGroup(engines[0])
     given_up = group.all_reduce(torch.ones(3), async_op=True)
     group.close(timeout=0)

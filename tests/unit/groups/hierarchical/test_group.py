@@ -16,6 +16,7 @@ from gradwire.groups import Group, HierarchicalGroup, Recording, ThreadGroup
 from gradwire.groups.hierarchical import Layout
 from gradwire.groups.store import rendezvous
 from gradwire.testing import run_ranks
+from helpers.threads import run_threads
 
 
 def _parts(world: Group, layout: Layout) -> tuple[Group, Group | None]:
@@ -199,11 +200,7 @@ def test_a_part_that_cannot_be_made_closes_the_others() -> None:
             HierarchicalGroup.discover(store, rank, 2, inside=inside, across=across, host=str(rank), timeout=10)
 
     store = HashStore()
-    threads = [threading.Thread(target=discover, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
+    run_threads(threading.Thread(target=discover, args=(rank,)) for rank in range(2))
     assert [group.closed for group in made] == [True, True]
 
 

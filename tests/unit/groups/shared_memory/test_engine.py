@@ -15,6 +15,7 @@ from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted,
 from gradwire.groups.shared_memory import board
 from gradwire.groups.shared_memory.board import LEFT
 from gradwire.groups.shared_memory.engine import _Current
+from helpers.threads import run_threads
 from helpers.waiting import wait_until
 
 LARGE = 300_000
@@ -403,11 +404,7 @@ def test_collectives_of_two_threads_in_an_agreed_order(world: Any, everywhere: A
                 problems.append(error)
                 turns[1 - which].release()
 
-        threads = [threading.Thread(target=one, args=(which,)) for which in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(100)
+        run_threads(threading.Thread(target=one, args=(which,)) for which in (0, 1))
         for work, t, value in pending:
             work.wait()
             assert t.eq(2 * value).all()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradwire.errors import GroupError, SharedMemoryFull
 from gradwire.groups.shared_memory.heap import ALIGNMENT, Heap
+from helpers.threads import run_threads
 
 START, ROOM = 8192, 64 << 20
 DTYPES = [torch.uint8, torch.float16, torch.float32, torch.float64, torch.complex128, torch.bool]
@@ -236,11 +237,7 @@ def test_several_threads_at_once() -> None:
             if not (t.eq(seed).all() and u.eq(seed + 1).all()):
                 problems.append(f"{place(memory, t)} was written by another thread")
 
-    threads = [threading.Thread(target=use, args=(10 * seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
+    run_threads(threading.Thread(target=use, args=(10 * seed,)) for seed in range(4))
     assert problems == []
     assert available(heap) == heap.reserved
 
