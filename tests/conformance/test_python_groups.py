@@ -25,6 +25,7 @@ from gradwire.errors import GroupError, UsageError
 from gradwire.groups import C10dGroup, Group, GroupWrapper
 from gradwire.groups.c10d.capabilities import METHODS, find_engine, own_methods
 from gradwire.testing import check_group, check_names, run_ranks
+from helpers.futures import done
 from helpers.warm_python import WarmPython
 
 
@@ -33,8 +34,7 @@ class FinishedWork(dist.Work):
 
     def __init__(self, result: Any) -> None:
         super().__init__()
-        self.future: Future[Any] = Future()
-        self.future.set_result(result)
+        self.future = done(result)
 
     def wait(self, timeout: timedelta) -> bool:
         return True
@@ -66,11 +66,10 @@ class FutureOnly(dist.Work):
 
 
 class Duck:
-    """Not a Work at all, and `wait` knows no time-out."""
+    """Not a Work at all, and `wait` takes no time-out."""
 
     def __init__(self, result: Any) -> None:
-        self.future: Future[Any] = Future()
-        self.future.set_result(result)
+        self.future = done(result)
 
     def wait(self) -> None:
         pass
@@ -81,9 +80,7 @@ class Duck:
 
 def from_future(result: Any) -> dist.Work:
     """What torch offers to groups without a Work of their own."""
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return _create_work_from_future(future)
+    return _create_work_from_future(done(result))
 
 
 def from_later_future(result: Any) -> dist.Work:

@@ -20,6 +20,7 @@ from gradwire.groups import Deadline, Group
 from gradwire.hooks import CommHook, Reduced, Reduction, Turn
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
+from helpers.futures import done
 
 SECONDS = 3.0
 """The group's patience, where a Future that is never completed has to be waited for."""
@@ -27,12 +28,6 @@ SECONDS = 3.0
 
 class OwnError(Exception):
     """Of the hook's own."""
-
-
-def done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
 
 
 def failed(error: Exception) -> Future[Any]:

@@ -1,7 +1,6 @@
 """Uneven inputs, and what else needs torch.distributed itself: copies, pickles, the default group."""
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from gradwire.hooks import CommHook, Reduced, Reduction, Turn, cast, chain, mean
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
 from helpers.models import descend, inputs, mlp
+from helpers.through_file import through_file
 
 SMALL = 0.0001
 
@@ -246,10 +246,7 @@ def test_copies_and_pickles_of_a_model_on_the_default_group_train_on_their_own(t
             ddp.register_comm_hook(None, chain(cast(torch.float64), mean()))
             for _ in range(4):
                 ddp(inputs(group.rank)).pow(2).sum().backward()
-            file = io.BytesIO()
-            torch.save(ddp, file)
-            file.seek(0)
-            for copied in (copy.deepcopy(ddp), torch.load(file, weights_only=False)):
+            for copied in (copy.deepcopy(ddp), through_file(ddp, weights_only=False)):
                 want = expected(copied.module, [0, 1], 4, 2)
                 copied.zero_grad()
                 copied(inputs(group.rank, 4)).pow(2).sum().backward()

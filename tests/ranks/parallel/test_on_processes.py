@@ -1,7 +1,6 @@
 """Training on ranks that are processes."""
 
 import copy
-import io
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -38,6 +37,7 @@ from helpers.buckets import bucket, gradients
 from helpers.growth import assert_nothing_grew, grown, small
 from helpers.outer_training import NET, flat, loss_on, train
 from helpers.poisoned_model import Model, inputs
+from helpers.through_file import through_file
 from helpers.two_hosts import HALF, reduce_on, two_hosts
 
 
@@ -213,13 +213,6 @@ with torch.random.fork_rng():
     SMALL_NET = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def through_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def test_hook_state_under_torchs_own_ddp(torch_world: Callable[..., Any]) -> None:
     def rank_main(group: Group) -> tuple[Tensor, Tensor]:
         def make() -> tuple[Any, Any]:
@@ -290,10 +283,7 @@ def test_a_copy_keeps_mixed_precision_hook_state_and_weight(torch_world: Callabl
 def duplicate(ddp: DDP, how: str) -> DDP:
     if how == "deepcopy":
         return copy.deepcopy(ddp)
-    file = io.BytesIO()
-    torch.save(ddp, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+    return through_file(ddp, weights_only=False)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("hosts", [((0, 1), (2, 3)), ((0, 1, 2), (3,))], ids=["2 + 2", "3 + 1"])

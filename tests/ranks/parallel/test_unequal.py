@@ -4,7 +4,6 @@ Ranks are processes here: warnings are caught for a whole process.
 """
 
 import copy
-import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +29,7 @@ from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.parallel.module_state import UnequalReplicas
 from gradwire.testing import run_ranks
+from helpers.through_file import through_file
 
 # Which steps, of six, leave the replicas different.
 HOOKS: dict[str, tuple[Callable[[], CommHook], set[int]]] = {
@@ -118,10 +118,7 @@ def test_a_copy_of_the_module_is_an_ordinary_one() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         replica.attach_optimizer(optimizer)
         step(model, optimizer, group.rank)
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        for copied in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        for copied in (copy.deepcopy(model), through_file(model, weights_only=False)):
             assert not warned(copied.state_dict)
 
     run_ranks(rank_main, 2, kind="shared_memory")

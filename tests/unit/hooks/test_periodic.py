@@ -1,6 +1,5 @@
 """local_sgd, post_local_sgd, diloco, streaming_diloco and gossip on simulated ranks: the laws of outer steps, and arithmetic."""
 
-import io
 import math
 from typing import Any
 
@@ -15,6 +14,7 @@ from gradwire.reducer.hook.outer_optimizer import cut
 from gradwire.testing import check_hook, simulate, simulate_outer
 from helpers.buckets import bucket
 from helpers.buckets import gradients as parameters
+from helpers.through_file import through_file
 
 NARROW = hooks.chain(error_feedback(), hooks.cast(torch.bfloat16), mean())
 EQUALISING = {
@@ -203,11 +203,8 @@ TWO = bucket((4,), (3, 3), names="ab")
 def test_anchor_and_momentum_go_through_a_file_and_other_buckets(hook: hooks.OuterHook) -> None:
     spec, went = TWO, parameters(2, 13)
     before = simulate_outer(hook, went, spec=spec)
-    file = io.BytesIO()
-    torch.save([hook.save(state, spec) for state in before.states], file)
-    file.seek(0)
     loaded = []
-    for rank, saved in enumerate(torch.load(file, weights_only=True)):
+    for rank, saved in enumerate(through_file([hook.save(state, spec) for state in before.states])):
         apart: dict[str, Any] = {}
         for part in (bucket((3, 3), names="b"), bucket((4,), names="a")):
             state = hook.load(saved, part)

@@ -84,7 +84,7 @@ def odd_count(grad: Tensor, state: Any, turn: Turn) -> Reduction:
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        (odd_kind, r"simulate\(scripted\(\)\).*ranks differ in shape: rank 1 has \[\[2\]\]"),
+        (odd_kind, r"simulate\(odd_kind\(\)\).*ranks differ in shape: rank 1 has \[\[2\]\]"),
         (odd_count, r"ranks \[0, 1\] have returned, but rank 2 yields all_reduce"),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.groups import Group, ThreadGroup
+from helpers.late_checks import emulate_device as emulate_device
 
 Loss = Callable[[nn.Module], Tensor]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradwire import DivergenceCheck, observe
+from gradwire import DivergenceCheck
 from gradwire.collectives import OpKind
 from gradwire.errors import NoDefaultGroup, ReplicasDiverged, UsageError, UsageTypeError
 from gradwire.groups import Group, Recording
@@ -20,6 +20,7 @@ from gradwire.parallel import replicate
 from gradwire.policies import Divergence
 from gradwire.testing import run_ranks
 from helpers.models import flip
+from helpers.recorded_warnings import recorded_warnings
 
 
 def model() -> nn.Module:
@@ -189,16 +190,8 @@ def test_what_was_found_is_recorded(tmp_path: Path) -> None:
         for _ in range(2):
             assert [one.ranks for one in check.step()] == [(0,)] * 6
 
-    observe.start(tmp_path, rank=0, size=1)
-    try:
-        with pytest.warns(
-            RuntimeWarning, match="rank 0 differs .* 0.weight, 0.bias, 1.weight and 3 more tensors"
-        ) as caught:
-            run_ranks(rank_main, 3)
-    finally:
-        observe.stop()
-    assert len(caught) == 1
-    found = observe.read_warnings(observe.read_rings(tmp_path))
+    match = "rank 0 differs .* 0.weight, 0.bias, 1.weight and 3 more tensors"
+    found = recorded_warnings(tmp_path, rank_main, 3, match=match)
     assert [one.step for one in found] == [0, 1]
 
 

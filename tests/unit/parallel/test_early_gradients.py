@@ -23,6 +23,7 @@ from gradwire.groups import Group
 from gradwire.hooks import chain, error_feedback, quantize
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
+from helpers.futures import done
 
 WIDTH, LAYERS = 8, 6
 
@@ -412,9 +413,7 @@ def test_an_exception_of_a_hook_comes_out_of_backward() -> None:
         def hook(state: object, bucket: Any) -> Any:
             if broken and bucket.index() == 1:
                 raise Mine("mine")
-            future: Any = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
+            return done(bucket.buffer())
 
         ddp.register_comm_hook(None, hook)
         for step in range(2):

@@ -1,7 +1,6 @@
 """Hook state saved and loaded: by name, through files, rebuilds and other worlds; what does not fit is refused on every rank."""
 
 import copy
-import io
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -23,6 +22,7 @@ from gradwire.testing import run_ranks
 from helpers.buckets import TorchBucket
 from helpers.comm_hooks import CountsSteps, Scripted
 from helpers.models import train
+from helpers.through_file import through_file
 
 SMALL = 0.0001
 HOOK = chain(error_feedback(), hooks.cast(torch.bfloat16), mean())
@@ -51,13 +51,6 @@ def build(group: Group, hook: CommHook) -> DDP:
     ddp = DDP(copy.deepcopy(NET), process_group=group, bucket_cap_mb=SMALL)
     ddp.set_hook(hook)
     return ddp
-
-
-def through_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 # -- there and back ------------------------------------------------------------------------------------------------------

@@ -25,15 +25,10 @@ from gradwire.parallel import replicate
 from gradwire.policies import Buckets, ScaleCheck
 from gradwire.testing import run_ranks
 from helpers.comm_hooks import CountsSteps, Scripted
+from helpers.futures import done
 from helpers.models import inputs, mlp
 
 SMALL = 0.0001
-
-
-def done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from gradwire.hooks import CommHook, Reduction, Turn, cast, chain, mean
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import Graph, ScaleCheck
+from helpers.futures import done
 from helpers.growth import STEPS, WARM, assert_nothing_grew, grown, small, steps
 
 
@@ -43,9 +44,7 @@ class Model(nn.Module):
 
 
 def in_torchs_form(state: Any, bucket: Any) -> Any:
-    future: torch.futures.Future[Any] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
+    return done(bucket.buffer())
 
 
 def wrapped(group: Group, **flags: Any) -> nn.Module:

@@ -36,6 +36,7 @@ from gradwire.parallel import replicate
 from gradwire.policies import Buckets, Gradients, NonFinite
 from gradwire.reducer.checks import nonfinite_search
 from gradwire.testing import run_ranks
+from helpers.futures import done
 from helpers.poisoned_model import FLAGS, Model, inputs, means
 
 HOOKS: dict[str, Callable[[], CommHook]] = {
@@ -193,9 +194,7 @@ def test_what_a_hook_makes_of_finite_gradients_is_the_hooks(ranks: tuple[int, ..
 
 def test_a_hook_written_for_torch() -> None:
     def spoil(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer() / (0.0 if state.rank == 1 else 1.0))
-        return future
+        return done(bucket.buffer() / (0.0 if state.rank == 1 else 1.0))
 
     def rank_main(group: Group) -> None:
         ddp = DDP(nn.Linear(2, 2), process_group=group, nonfinite=NonFinite.RAISE)

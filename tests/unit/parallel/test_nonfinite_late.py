@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradwire import observe
 from gradwire.collectives.finite import overflow_limit
 from gradwire.errors import NonFiniteGradient, Origin
 from gradwire.groups import Group, Recording, ThreadGroup
@@ -31,13 +30,11 @@ from gradwire.reducer.checks.late import LateCheck
 from gradwire.reducer.checks.nonfinite import NonFiniteChecked
 from gradwire.reducer.checks.nonfinite_search import NonFiniteKind
 from gradwire.testing import run_ranks
-from helpers.late_checks import all_finite, attached, emulate_device, fused, step, train_until
+from helpers.late_checks import all_finite, attached, checked_model, fused, step, train_step, train_until
 from helpers.poisoned_model import FLAGS, Model, Scale, means
+from helpers.recorded_warnings import recorded_warnings
 
-
-@pytest.fixture(autouse=True)
-def _device_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate_device(monkeypatch)
+pytestmark = pytest.mark.usefixtures("emulate_device")
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["set_to_none", "kept"])
@@ -45,8 +42,7 @@ def _device_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_the_next_backward_raises_with_rank_and_parameter(flags: Any, value: float, keep: bool) -> None:
     def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE, **flags)
-        optimizer = attached(ddp, fused(ddp))
+        ddp, optimizer = checked_model(group, NonFinite.RAISE, **flags)
         for number in range(9):
             optimizer.zero_grad(set_to_none=not keep)
             before = [p.detach().clone() for p in ddp.parameters()]
@@ -108,21 +104,14 @@ def test_recorded_gradients_need_no_optimizer(tmp_path: Path) -> None:
         ddp.finish_checks()
         ddp.finish_checks()
 
-    observe.start(tmp_path, rank=0, size=1)
-    try:
-        with pytest.warns(RuntimeWarning, match=r"on rank 1 .* Later ones are recorded only\.") as caught:
-            run_ranks(rank_main, 2)
-    finally:
-        observe.stop()
-    assert len(caught) == 1
-    assert [warning.step for warning in observe.read_warnings(observe.read_rings(tmp_path))] == [1, 4]
+    found = recorded_warnings(tmp_path, rank_main, 2, match=r"on rank 1 .* Later ones are recorded only\.")
+    assert [warning.step for warning in found] == [1, 4]
 
 
 @pytest.mark.parametrize("policy", [NonFinite.RAISE, NonFinite.SKIP])
 def test_the_last_step_is_reported_by_finish_checks(policy: NonFinite) -> None:
     def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, nonfinite=policy)
-        optimizer = attached(ddp, fused(ddp))
+        ddp, optimizer = checked_model(group, policy)
         ddp.finish_checks()
         for number in range(3):
             optimizer.zero_grad()
@@ -140,9 +129,7 @@ def test_the_last_step_is_reported_by_finish_checks(policy: NonFinite) -> None:
             ddp.finish_checks()
         optimizer.step()  # which the flag still reaches
         assert all(bool(p.isfinite().all()) for p in ddp.parameters())
-        optimizer.zero_grad()
-        step(ddp, group.rank, 3)
-        optimizer.step()
+        train_step(ddp, optimizer, group.rank, 3)
         ddp.finish_checks()
 
     run_ranks(rank_main, 2)
@@ -227,9 +214,7 @@ def test_the_state_of_a_hook_is_restored(group: Group) -> None:
     replica = replicate(model, group=group, hook=_Stateful(), nonfinite=NonFinite.SKIP)
     optimizer = attached(replica, fused(model))
     for number in range(5):
-        optimizer.zero_grad()
-        step(model, 0, number, math.nan if number == 3 else 1.0)
-        optimizer.step()
+        train_step(model, optimizer, 0, number, math.nan if number == 3 else 1.0)
     assert {float(part) for part in replica.hook_state_dict()["state"].values()} == {
         3.0
     }  # the first buckets are others
@@ -292,8 +277,7 @@ def test_a_healthy_step_costs_no_collective() -> None:
 
 
 def test_a_model_dropped_with_a_result_pending_is_freed_at_once(group: Group) -> None:
-    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
-    optimizer = attached(ddp, fused(ddp))
+    ddp, optimizer = checked_model(group, NonFinite.RAISE)
     for number in range(3):
         step(ddp, 0, number)
         optimizer.step()

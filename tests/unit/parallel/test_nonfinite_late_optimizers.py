@@ -18,13 +18,10 @@ from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.policies import NonFinite
 from gradwire.reducer.checks import late as late_checks
 from gradwire.testing import run_ranks
-from helpers.late_checks import all_finite, attached, emulate_device, fused, step, train_until
+from helpers.late_checks import all_finite, attached, checked_model, fused, step, train_step, train_until
 from helpers.poisoned_model import FLAGS, Model, inputs
 
-
-@pytest.fixture(autouse=True)
-def _device_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate_device(monkeypatch)
+pytestmark = pytest.mark.usefixtures("emulate_device")
 
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -111,8 +108,7 @@ def test_a_step_that_the_attached_optimizer_may_not_make_is_waited_for() -> None
 
 
 def test_with_a_grad_scaler_either_skips_the_step(group: Group) -> None:
-    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-    optimizer = attached(ddp, fused(ddp))
+    ddp, optimizer = checked_model(group, NonFinite.SKIP)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for number in range(8):
         optimizer.zero_grad()
@@ -137,8 +133,7 @@ def test_with_a_grad_scaler_either_skips_the_step(group: Group) -> None:
 @pytest.mark.filterwarnings("ignore:averaging gradients")
 def test_a_backward_in_the_closure_of_a_step(group: Group, policy: NonFinite, keyword: bool) -> None:
     """As Lightning calls it: the flag of that backward counts, not the one before."""
-    ddp = DDP(Model(), process_group=group, nonfinite=policy)
-    optimizer = attached(ddp, fused(ddp))
+    ddp, optimizer = checked_model(group, policy)
     for number in range(9):
         before = [p.detach().clone() for p in ddp.parameters()]
 
@@ -184,8 +179,7 @@ def test_momentum_is_never_left_uninitialized(group: Group, case: str, monkeypat
 
 @pytest.mark.filterwarnings("ignore:averaging gradients")
 def test_an_optimizer_that_cannot_skip_any_more_is_waited_for(group: Group) -> None:
-    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-    optimizer = attached(ddp, fused(ddp))
+    ddp, optimizer = checked_model(group, NonFinite.SKIP)
     for number in range(5):
         optimizer.zero_grad()
         before = [p.detach().clone() for p in ddp.parameters()]
@@ -217,8 +211,7 @@ def test_one_optimizer_of_two_models(group: Group) -> None:
 
 
 def test_an_optimizer_whose_step_has_raised_keeps_nothing(group: Group) -> None:
-    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-    optimizer = attached(ddp, fused(ddp))
+    ddp, optimizer = checked_model(group, NonFinite.SKIP)
     for number in range(3):
         optimizer.zero_grad()
         step(ddp, 0, number, math.nan if number == 2 else 1.0)
@@ -250,8 +243,7 @@ AFTER_BACKWARD: dict[str, Callable[[DDP, torch.optim.Optimizer], torch.optim.Opt
 
 @pytest.mark.parametrize("change", AFTER_BACKWARD.values(), ids=AFTER_BACKWARD)
 def test_no_other_optimizer_uses_a_bad_step(group: Group, change: Any) -> None:
-    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-    optimizer = attached(ddp, fused(ddp))
+    ddp, optimizer = checked_model(group, NonFinite.SKIP)
     steps = []
     optimizer.register_step_pre_hook(lambda *_: steps.append("began"))  # torch iterates over ours and these
     optimizer.register_step_post_hook(lambda *_: steps.append("ended"))
@@ -291,8 +283,7 @@ def test_steps_after_a_bad_one_are_made(group: Group, how: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.filterwarnings("ignore:averaging gradients")
 def test_a_compiled_step_of_the_optimizer_skips(group: Group, backend: str) -> None:
-    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-    optimizer = attached(ddp, fused(ddp))
+    ddp, optimizer = checked_model(group, NonFinite.SKIP)
     compiled = torch.compile(optimizer.step, backend=backend)
     for number in range(5):
         optimizer.zero_grad()
@@ -338,9 +329,7 @@ def test_an_optimizer_with_a_step_of_its_own_is_waited_for(group: Group) -> None
     ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
     optimizer = attached(ddp, fused(ddp, Mine))
     for number in range(3):
-        optimizer.zero_grad()
-        step(ddp, 0, number)
-        optimizer.step()
+        train_step(ddp, optimizer, 0, number)
     with pytest.raises(NonFiniteGradient, match="No average was written"):
         step(ddp, 0, 3, math.nan)
 
@@ -355,8 +344,7 @@ def step_in_order(ddp: DDP, a: torch.optim.Optimizer, order: str) -> None:
 @pytest.mark.parametrize("order", ["B, A", "A, B", "A, A", "A, B, A"])
 @pytest.mark.filterwarnings("ignore:averaging gradients")
 def test_no_later_step_uses_bad_gradients(group: Group, order: str) -> None:
-    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-    optimizer = attached(ddp, fused(ddp))
+    ddp, optimizer = checked_model(group, NonFinite.SKIP)
     train_until(ddp, optimizer, bad=3)
     before = [p.detach().clone() for p in ddp.parameters()]
     step_in_order(ddp, optimizer, order)
@@ -390,8 +378,7 @@ def test_of_two_optimizers_one_has_begun_earlier(group: Group, late: bool, monke
 
 @pytest.mark.filterwarnings("ignore:averaging gradients")
 def test_an_optimizer_that_is_not_attached_steps_with_a_closure(group: Group) -> None:
-    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-    optimizer = attached(ddp, fused(ddp))
+    ddp, optimizer = checked_model(group, NonFinite.SKIP)
     train_until(ddp, optimizer, bad=3)
     optimizer.step()
     other = torch.optim.SGD(ddp.parameters(), lr=0.1)

@@ -12,25 +12,19 @@ from gradwire.parallel import replicate
 from gradwire.policies import NonFinite
 from gradwire.testing import run_ranks
 from helpers.backward_calls import fail_in_backward
-from helpers.late_checks import all_finite, attached, emulate_device, fused, step
+from helpers.late_checks import all_finite, attached, checked_model, fused, step, train_step
 from helpers.poisoned_model import Model, inputs
 
-
-@pytest.fixture(autouse=True)
-def _device_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate_device(monkeypatch)
+pytestmark = pytest.mark.usefixtures("emulate_device")
 
 
 def test_after_a_step_that_has_failed_nothing_is_left_of_it() -> None:
     """A recovery drops the result that was pending, on all ranks, and what the failed step had found."""
 
     def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE, bucket_cap_mb=0.0001)
-        optimizer = attached(ddp, fused(ddp))
+        ddp, optimizer = checked_model(group, NonFinite.RAISE, bucket_cap_mb=0.0001)
         for number in range(3):
-            optimizer.zero_grad()
-            step(ddp, group.rank, number)
-            optimizer.step()
+            train_step(ddp, optimizer, group.rank, number)
         optimizer.zero_grad()
         with pytest.raises((RuntimeError, GroupAborted)):  # in the forward, if the other rank has failed before it
             loss = ddp(inputs(group.rank, 3), math.nan).sum()
@@ -38,9 +32,7 @@ def test_after_a_step_that_has_failed_nothing_is_left_of_it() -> None:
                 loss = fail_in_backward(loss, RuntimeError("no"))
             (loss + 0 * sum(p.sum() for p in ddp.parameters() if p.numel())).backward()
         for number in range(4, 8):
-            optimizer.zero_grad()
-            step(ddp, group.rank, number)
-            optimizer.step()
+            train_step(ddp, optimizer, group.rank, number)
         ddp.finish_checks()
 
     run_ranks(rank_main, 2)
@@ -50,13 +42,10 @@ def test_ranks_with_uneven_inputs_wait() -> None:
     """Those that have none left make no steps, and could not tell when the others read a result; one from before is read."""
 
     def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-        optimizer = attached(ddp, fused(ddp))
+        ddp, optimizer = checked_model(group, NonFinite.SKIP)
         bad, seen = {2, 5, 8}, []
         for number in range(3):
-            optimizer.zero_grad()
-            step(ddp, group.rank, number, math.nan if number in bad else 1.0)
-            optimizer.step()
+            train_step(ddp, optimizer, group.rank, number, math.nan if number in bad else 1.0)
         with ddp.join():
             for number in range(3, 4 if group.rank == 1 else 8):
                 optimizer.zero_grad()
@@ -79,13 +68,10 @@ def test_ranks_with_uneven_inputs_wait() -> None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_rank_without_any_inputs(first: int) -> None:
     def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-        optimizer = attached(ddp, fused(ddp))
+        ddp, optimizer = checked_model(group, NonFinite.SKIP)
         with ddp.join():
             for number in range(5 if group.rank == 0 else first):
-                optimizer.zero_grad()
-                step(ddp, group.rank, number, math.nan if number in (2, 3) else 1.0)
-                optimizer.step()
+                train_step(ddp, optimizer, group.rank, number, math.nan if number in (2, 3) else 1.0)
 
     with pytest.warns(RuntimeWarning, match="step 2"):
         run_ranks(rank_main, 2)
@@ -130,18 +116,15 @@ def test_after_join_ranks_begin_again() -> None:
     """A rank that had no inputs has made no step; those that have must wait with it."""
 
     def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP)
-        optimizer = attached(ddp, fused(ddp))
+        ddp, optimizer = checked_model(group, NonFinite.SKIP)
         with ddp.join():
             for number in range(3 if group.rank == 0 else 0):
-                optimizer.zero_grad()
-                step(ddp, group.rank, number)
-                optimizer.step()
+                train_step(ddp, optimizer, group.rank, number)
         with ddp.join(enable=False):
             for number in range(3, 9):
-                optimizer.zero_grad()
-                step(ddp, group.rank, number, math.nan if number in (3, 6) and group.rank == 0 else 1.0)
-                optimizer.step()
+                train_step(
+                    ddp, optimizer, group.rank, number, math.nan if number in (3, 6) and group.rank == 0 else 1.0
+                )
         assert all_finite(ddp)
         ddp.finish_checks()
         assert ddp.skipped_steps == 2
@@ -162,9 +145,7 @@ def test_a_group_with_a_new_rank_begins_again(bad: int) -> None:
         replica = replicate(model, group=alone, nonfinite=NonFinite.RAISE)
         optimizer = attached(replica, fused(model))
         for number in range(3 if group.rank == 0 else 0):
-            optimizer.zero_grad()
-            step(model, 0, number)
-            optimizer.step()
+            train_step(model, optimizer, 0, number)
         replica.move_to_group(group)
         for number in range(4):
             optimizer.zero_grad()

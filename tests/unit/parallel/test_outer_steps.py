@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import weakref
 from typing import Any
 
@@ -23,6 +22,7 @@ from gradwire.testing import run_ranks
 from helpers.buckets import TorchBucket
 from helpers.models import descend
 from helpers.outer_training import NET, flat, loss_on, train
+from helpers.through_file import through_file
 
 HOOKS: dict[str, hooks.CommHook] = {
     "mean": mean(),
@@ -449,10 +449,7 @@ def test_training_goes_on_from_a_saved_state_as_if_it_had_not_stopped(hook: hook
         whole = train(group, hook, 12)[1][-1]
         saved: list[Any] = []
         model, _ = train(group, hook, stop, ready=lambda replica, _: saved.append(replica))
-        file = io.BytesIO()
-        torch.save({"model": model.state_dict(), "hook": saved[0].hook_state_dict()}, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=True)
+        loaded = through_file({"model": model.state_dict(), "hook": saved[0].hook_state_dict()})
         assert loaded["hook"]["step"] == stop
 
         def ready(replica: Any, _: Any) -> None:

@@ -1,7 +1,6 @@
 """The function form: the module itself is not wrapped."""
 
 import copy
-import io
 import pickle
 from typing import Any
 
@@ -16,6 +15,7 @@ from gradwire.parallel import replicate
 from gradwire.policies import Buckets, Gradients, Graph
 from gradwire.testing import run_ranks
 from helpers.models import inputs, mlp
+from helpers.through_file import through_file
 
 POLICIES: list[dict[str, Any]] = [
     {},
@@ -116,10 +116,7 @@ def clone(model: nn.Module, how: str) -> nn.Module:
         return copy.deepcopy(model)
     if how == "pickle":
         return pickle.loads(pickle.dumps(model))
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    return through_file(model, weights_only=False)
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])

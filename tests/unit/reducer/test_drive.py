@@ -223,7 +223,7 @@ def test_a_hook_may_catch_what_its_collective_failed_with() -> None:
         return Reduced(grad, grad)
 
     group.abort("for the test")
-    result = pump(careful(torch.ones(1), Turn(spec(0), 0, 1)), lambda op: group.submit(op).wait())
+    result = pump(careful(torch.ones(1), None, Turn(spec(0), 0, 1)), lambda op: group.submit(op).wait())
     assert result.value.item() == 1.0
     assert len(caught) == 1
     group.close()
