@@ -17,6 +17,7 @@ from gradwire.hooks import CommHook, Reduced, Reduction, Turn, cast, chain, mean
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
 from helpers.models import descend, inputs, mlp
+from helpers.rank_tests import on_ranks
 from helpers.through_file import through_file
 
 SMALL = 0.0001
@@ -81,24 +82,21 @@ def test_uneven_inputs(torch_world: Callable[..., Any]) -> None:
             assert all(torch.equal(p, q) for p, q in zip(parameters, other[name], strict=True)), name
 
 
-def test_all_in_step_again_after_join(torch_world: Callable[..., Any]) -> None:
+@on_ranks(3, kind="gloo")
+def test_all_in_step_again_after_join(group: Group, torch_world: Callable[..., Any]) -> None:
     """Ranks that ran out first have seen fewer backwards; nothing later may depend on that."""
-
-    def rank_main(group: Group) -> None:
-        with torch_world(group, "gloo"):
-            ddp = DDP(mlp(seed=0), bucket_cap_mb=SMALL, static_graph=True)
-            for _ in range(2):
-                with ddp.join():
-                    for step in range(0 if group.rank == 0 else BATCHES[group.rank]):
-                        ddp.zero_grad()
-                        ddp(inputs(group.rank, step)).pow(2).sum().backward()
-            ddp.set_hook(chain(cast(torch.float32), mean()))
-            want = expected(ddp.module, list(range(group.size)), 7, group.size)
-            ddp.zero_grad()
-            ddp(inputs(group.rank, 7)).pow(2).sum().backward()
-            assert_gradients(ddp, want)
-
-    run_ranks(rank_main, 3, kind="gloo")
+    with torch_world(group, "gloo"):
+        ddp = DDP(mlp(seed=0), bucket_cap_mb=SMALL, static_graph=True)
+        for _ in range(2):
+            with ddp.join():
+                for step in range(0 if group.rank == 0 else BATCHES[group.rank]):
+                    ddp.zero_grad()
+                    ddp(inputs(group.rank, step)).pow(2).sum().backward()
+        ddp.set_hook(chain(cast(torch.float32), mean()))
+        want = expected(ddp.module, list(range(group.size)), 7, group.size)
+        ddp.zero_grad()
+        ddp(inputs(group.rank, 7)).pow(2).sum().backward()
+        assert_gradients(ddp, want)
 
 
 def test_buffers_hooks_and_weights_are_shadowed(torch_world: Callable[..., Any]) -> None:
@@ -205,70 +203,65 @@ def test_join_over_a_group_of_threads() -> None:
         assert all(torch.equal(p, q) for other in results[1:] for p, q in zip(results[0], other, strict=True))
 
 
-def test_steps_after_join_communicate_as_before() -> None:
+@on_ranks(2)
+def test_steps_after_join_communicate_as_before(group: Group) -> None:
     """torch's DDP counts ranks with inputs in every step from the first join() on; and a context may be entered again."""
+    ddp = DDP(nn.Linear(2, 1), process_group=group)
+    labels: list[str] = []
+    group.events.listen(lambda event: labels.append(event.label), only=CollectiveSubmitted)
 
-    def rank_main(group: Group) -> None:
-        ddp = DDP(nn.Linear(2, 1), process_group=group)
-        labels: list[str] = []
-        group.events.listen(lambda event: labels.append(event.label), only=CollectiveSubmitted)
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            ddp(torch.ones(1, 2)).sum().backward()
 
-        def train(steps: int) -> None:
-            for _ in range(steps):
-                ddp(torch.ones(1, 2)).sum().backward()
-
-        train(2)  # buckets are rebuilt after the first step
+    train(2)  # buckets are rebuilt after the first step
+    labels.clear()
+    train(1)
+    before = list(labels)
+    context = ddp.join()
+    for _ in range(2):
+        with context:
+            train(2 + group.rank)
         labels.clear()
         train(1)
-        before = list(labels)
-        context = ddp.join()
-        for _ in range(2):
-            with context:
-                train(2 + group.rank)
-            labels.clear()
-            train(1)
-            assert labels == before
-        with pytest.raises(ZeroDivisionError), ddp.join():
-            train(1)
-            raise ZeroDivisionError
-        ddp.zero_grad()
-        labels.clear()
+        assert labels == before
+    with pytest.raises(ZeroDivisionError), ddp.join():
         train(1)
-        assert [label for label in labels if label == "uneven inputs"] == []
+        raise ZeroDivisionError
+    ddp.zero_grad()
+    labels.clear()
+    train(1)
+    assert [label for label in labels if label == "uneven inputs"] == []
 
-    run_ranks(rank_main, 2)
 
-
-def test_copies_and_pickles_of_a_model_on_the_default_group_train_on_their_own(torch_world: Callable[..., Any]) -> None:
-    def rank_main(group: Group) -> None:
-        with torch_world(group, "gloo"):
-            ddp = DDP(mlp(seed=0), bucket_cap_mb=SMALL)
-            ddp.register_comm_hook(None, chain(cast(torch.float64), mean()))
-            for _ in range(4):
-                ddp(inputs(group.rank)).pow(2).sum().backward()
-            for copied in (copy.deepcopy(ddp), through_file(ddp, weights_only=False)):
-                want = expected(copied.module, [0, 1], 4, 2)
-                copied.zero_grad()
-                copied(inputs(group.rank, 4)).pow(2).sum().backward()
-                assert_gradients(copied, want)
-                assert copied.replica is not ddp.replica
-                assert repr(copied.replica.hook) == "cast(torch.float64) > mean()"
-            assert ddp.replica.reducer.steps == 4
+@on_ranks(2, kind="gloo")
+def test_copies_and_pickles_of_a_model_on_the_default_group_train_on_their_own(
+    group: Group, torch_world: Callable[..., Any]
+) -> None:
+    with torch_world(group, "gloo"):
+        ddp = DDP(mlp(seed=0), bucket_cap_mb=SMALL)
+        ddp.register_comm_hook(None, chain(cast(torch.float64), mean()))
+        for _ in range(4):
             ddp(inputs(group.rank)).pow(2).sum().backward()
-            assert ddp.replica.reducer.steps == 5
+        for copied in (copy.deepcopy(ddp), through_file(ddp, weights_only=False)):
+            want = expected(copied.module, [0, 1], 4, 2)
+            copied.zero_grad()
+            copied(inputs(group.rank, 4)).pow(2).sum().backward()
+            assert_gradients(copied, want)
+            assert copied.replica is not ddp.replica
+            assert repr(copied.replica.hook) == "cast(torch.float64) > mean()"
+        assert ddp.replica.reducer.steps == 4
+        ddp(inputs(group.rank)).pow(2).sum().backward()
+        assert ddp.replica.reducer.steps == 5
 
-    run_ranks(rank_main, 2, kind="gloo")
 
-
-def test_a_model_on_a_group_of_its_own_cannot_be_pickled() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(mlp(seed=0), process_group=group)
-        with pytest.raises(NotPicklable, match="only supported when using DDP with the default process group"):
-            copy.deepcopy(ddp)
-        state = copy.deepcopy(ddp.state_dict())
-        assert list(state) == ["module.0.weight", "module.0.bias", "module.2.weight", "module.2.bias"]
-
-    run_ranks(rank_main, 1)
+@on_ranks(1)
+def test_a_model_on_a_group_of_its_own_cannot_be_pickled(group: Group) -> None:
+    ddp = DDP(mlp(seed=0), process_group=group)
+    with pytest.raises(NotPicklable, match="only supported when using DDP with the default process group"):
+        copy.deepcopy(ddp)
+    state = copy.deepcopy(ddp.state_dict())
+    assert list(state) == ["module.0.weight", "module.0.bias", "module.2.weight", "module.2.bias"]
 
 
 def test_without_a_default_group_the_error_names_what_to_do() -> None:

@@ -37,6 +37,7 @@ from helpers.buckets import bucket, gradients
 from helpers.growth import assert_nothing_grew, grown, small
 from helpers.outer_training import NET, flat, loss_on, train
 from helpers.poisoned_model import Model, inputs
+from helpers.rank_tests import on_ranks
 from helpers.through_file import through_file
 from helpers.two_hosts import HALF, reduce_on, two_hosts
 
@@ -118,26 +119,24 @@ def test_divergence_on_processes(kind: str) -> None:
     assert run_ranks(rank_main, 3, kind=kind) == [[((1,), ("2.bias",)), [("2.bias", (1,), 0)], True]] * 3
 
 
-def test_torchs_ddp_on_its_default_group(torch_world: Callable[..., Any]) -> None:
-    def rank_main(group: Group) -> None:
-        with torch_world(group, "gloo"):
-            net = models.mlp(seed=0)
-            ddp = nn.parallel.DistributedDataParallel(net)
-            optimizer = torch.optim.Adam(ddp.parameters())
-            check = DivergenceCheck(ddp, every=2, optimizer=optimizer)
-            for _ in range(2):
-                ddp(torch.randn(4, 4)).sum().backward()
-                optimizer.step()
-                assert check.step() == []
-            if group.rank == 1:
-                models.flip(net[2].bias)
-            with pytest.raises(ReplicasDiverged) as caught:
-                check.check()
-            assert caught.value.parameters == ("2.bias",)
-            del caught
-            check.group.close()
-
-    run_ranks(rank_main, 3, kind="gloo")
+@on_ranks(3, kind="gloo")
+def test_torchs_ddp_on_its_default_group(group: Group, torch_world: Callable[..., Any]) -> None:
+    with torch_world(group, "gloo"):
+        net = models.mlp(seed=0)
+        ddp = nn.parallel.DistributedDataParallel(net)
+        optimizer = torch.optim.Adam(ddp.parameters())
+        check = DivergenceCheck(ddp, every=2, optimizer=optimizer)
+        for _ in range(2):
+            ddp(torch.randn(4, 4)).sum().backward()
+            optimizer.step()
+            assert check.step() == []
+        if group.rank == 1:
+            models.flip(net[2].bias)
+        with pytest.raises(ReplicasDiverged) as caught:
+            check.check()
+        assert caught.value.parameters == ("2.bias",)
+        del caught
+        check.group.close()
 
 
 @pytest.mark.parametrize("reassign", [False, True], ids=["in place", "reassigned"])
@@ -245,39 +244,39 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_keeps_mixed_precision_hook_state_and_weight(torch_world: Callable[..., Any], how: str) -> None:
-    def rank_main(group: Group) -> None:
-        with torch_world(group, "gloo"):
-            ddp = DDP(
-                models.mlp(seed=0),
-                mixed_precision=SimpleNamespace(param_dtype=BF16, reduce_dtype=FP32, buffer_dtype=None),
-            )
-            ddp.set_hook(chain(error_feedback(), top_k(ratio=0.1)))
-            ddp.replica.weight = 3.0
+@on_ranks(2, kind="gloo")
+def test_a_copy_keeps_mixed_precision_hook_state_and_weight(
+    group: Group, torch_world: Callable[..., Any], how: str
+) -> None:
+    with torch_world(group, "gloo"):
+        ddp = DDP(
+            models.mlp(seed=0),
+            mixed_precision=SimpleNamespace(param_dtype=BF16, reduce_dtype=FP32, buffer_dtype=None),
+        )
+        ddp.set_hook(chain(error_feedback(), top_k(ratio=0.1)))
+        ddp.replica.weight = 3.0
 
-            def step(model: DDP, number: int) -> list[Tensor]:
-                model.zero_grad()
-                output = model(models.inputs(group.rank, number))
-                assert output.dtype == BF16
-                output.float().pow(2).sum().backward()
-                assert {t.dtype for t in model.state_dict().values()} == {FP32}
-                return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        def step(model: DDP, number: int) -> list[Tensor]:
+            model.zero_grad()
+            output = model(models.inputs(group.rank, number))
+            assert output.dtype == BF16
+            output.float().pow(2).sum().backward()
+            assert {t.dtype for t in model.state_dict().values()} == {FP32}
+            return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-            for number in range(3):
-                step(ddp, number)
-            if group.rank == 0:  # it takes no other rank, and no step of one
-                duplicate(ddp, how)(models.inputs(0, 0))
-            copied = duplicate(ddp, how)
-            assert copied.replica.weight == 3.0
-            assert repr(copied.replica.hook) == repr(ddp.replica.hook)
-            assert copied.hook_state_dict()["step"] == 3
-            for number in range(3, 6):
-                for a, b in zip(step(ddp, number), step(copied, number), strict=True):
-                    assert torch.equal(a, b)
-                # In buckets of another order top_k chooses another one of two equal elements.
-                assert copied.replica.reducer.layout == ddp.replica.reducer.layout
-
-    run_ranks(rank_main, 2, kind="gloo")
+        for number in range(3):
+            step(ddp, number)
+        if group.rank == 0:  # it takes no other rank, and no step of one
+            duplicate(ddp, how)(models.inputs(0, 0))
+        copied = duplicate(ddp, how)
+        assert copied.replica.weight == 3.0
+        assert repr(copied.replica.hook) == repr(ddp.replica.hook)
+        assert copied.hook_state_dict()["step"] == 3
+        for number in range(3, 6):
+            for a, b in zip(step(ddp, number), step(copied, number), strict=True):
+                assert torch.equal(a, b)
+            # In buckets of another order top_k chooses another one of two equal elements.
+            assert copied.replica.reducer.layout == ddp.replica.reducer.layout
 
 
 def duplicate(ddp: DDP, how: str) -> DDP:

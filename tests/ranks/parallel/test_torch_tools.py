@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gradwire.groups import Group, ThreadGroup
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
+from helpers.rank_tests import on_ranks
 
 
 def mlp() -> nn.Sequential:
@@ -86,76 +87,69 @@ def test_torchs_checkpoint_functions_leave_the_prefix_out(torch_world: Callable[
     [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}],
     ids=["plain", "static", "views", "unused"],
 )
-def test_a_pipeline_averages_once_for_all_micro_batches(torch_world: Callable[..., Any], flags: Any) -> None:
+@on_ranks(2, kind="gloo")
+def test_a_pipeline_averages_once_for_all_micro_batches(
+    group: Group, torch_world: Callable[..., Any], flags: Any
+) -> None:
     """torch's own class fails here after the first step, with an internal assertion, unless it looks for unused parameters."""
-
-    def rank_main(group: Group) -> None:
-        with torch_world(group, "gloo"):
-            alone = [dist.new_group([rank]) for rank in range(group.size)][group.rank]
-            ddp = DDP(mlp(), **flags)
-            stage = PipelineStage(ddp, 0, 1, torch.device("cpu"), group=alone)
-            schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=lambda y, t: (y - t).pow(2).mean())
-            for step in range(4):
-                ddp.zero_grad()
-                before = ddp.replica.reducer.steps
-                schedule.step(inputs(group.rank, step), target=torch.zeros(4, 2))
-                whole = mlp()
-                for rank in range(group.size):
-                    whole(inputs(rank, step)).pow(2).mean().div(group.size).backward()
-                for p, q in zip(ddp.parameters(), whole.parameters(), strict=True):
-                    torch.testing.assert_close(p.grad, q.grad)
-                # In the first step some versions of torch run the stage once more, to infer the shapes of gradients.
-                assert ddp.replica.reducer.steps - before in ((1, 2) if step == 0 else (1,))
-
-    run_ranks(rank_main, 2, kind="gloo")
+    with torch_world(group, "gloo"):
+        alone = [dist.new_group([rank]) for rank in range(group.size)][group.rank]
+        ddp = DDP(mlp(), **flags)
+        stage = PipelineStage(ddp, 0, 1, torch.device("cpu"), group=alone)
+        schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=lambda y, t: (y - t).pow(2).mean())
+        for step in range(4):
+            ddp.zero_grad()
+            before = ddp.replica.reducer.steps
+            schedule.step(inputs(group.rank, step), target=torch.zeros(4, 2))
+            whole = mlp()
+            for rank in range(group.size):
+                whole(inputs(rank, step)).pow(2).mean().div(group.size).backward()
+            for p, q in zip(ddp.parameters(), whole.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+            # In the first step some versions of torch run the stage once more, to infer the shapes of gradients.
+            assert ddp.replica.reducer.steps - before in ((1, 2) if step == 0 else (1,))
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_zero_redundancy_optimizer(torch_world: Callable[..., Any], views: bool) -> None:
-    def rank_main(group: Group) -> None:
-        with torch_world(group, "gloo"):
-            a, b = DDP(mlp(), gradient_as_bucket_view=views), DDP(mlp(), gradient_as_bucket_view=views)
-            whole = torch.optim.Adam(a.parameters(), lr=0.1)
-            shards = ZeroRedundancyOptimizer(b.parameters(), optimizer_class=torch.optim.Adam, lr=0.1)
-            same(trained(a, whole, group.rank), trained(b, shards, group.rank))
-
-    run_ranks(rank_main, 2, kind="gloo")
+@on_ranks(2, kind="gloo")
+def test_zero_redundancy_optimizer(group: Group, torch_world: Callable[..., Any], views: bool) -> None:
+    with torch_world(group, "gloo"):
+        a, b = DDP(mlp(), gradient_as_bucket_view=views), DDP(mlp(), gradient_as_bucket_view=views)
+        whole = torch.optim.Adam(a.parameters(), lr=0.1)
+        shards = ZeroRedundancyOptimizer(b.parameters(), optimizer_class=torch.optim.Adam, lr=0.1)
+        same(trained(a, whole, group.rank), trained(b, shards, group.rank))
 
 
 @pytest.mark.parametrize("with_zero", [False, True], ids=["model", "model and optimizer"])
-def test_torchs_join(torch_world: Callable[..., Any], with_zero: bool) -> None:
-    def rank_main(group: Group) -> None:
-        with torch_world(group, "gloo"):
-            results = []
-            for cls in (TorchDDP, DDP):
-                ddp: Any = cls(mlp())
-                optimizer = (
-                    ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
-                    if with_zero
-                    else torch.optim.SGD(ddp.parameters(), lr=0.1)
-                )
-                with Join([ddp, optimizer] if with_zero else [ddp]), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    trained(ddp, optimizer, group.rank, steps=3 + group.rank)
-                results.append(ddp)
-            same(*results)
-
-    run_ranks(rank_main, 2, kind="gloo")
+@on_ranks(2, kind="gloo")
+def test_torchs_join(group: Group, torch_world: Callable[..., Any], with_zero: bool) -> None:
+    with torch_world(group, "gloo"):
+        results = []
+        for cls in (TorchDDP, DDP):
+            ddp: Any = cls(mlp())
+            optimizer = (
+                ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+                if with_zero
+                else torch.optim.SGD(ddp.parameters(), lr=0.1)
+            )
+            with Join([ddp, optimizer] if with_zero else [ddp]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                trained(ddp, optimizer, group.rank, steps=3 + group.rank)
+            results.append(ddp)
+        same(*results)
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_compiled_models_train_to_the_same_bits(torch_world: Callable[..., Any], where: str) -> None:
-    def rank_main(group: Group) -> None:
-        def compiled(model: nn.Module) -> Any:
-            return torch.compile(model, backend="aot_eager")
+@on_ranks(2, kind="gloo")
+def test_compiled_models_train_to_the_same_bits(group: Group, torch_world: Callable[..., Any], where: str) -> None:
+    def compiled(model: nn.Module) -> Any:
+        return torch.compile(model, backend="aot_eager")
 
-        with torch_world(group, "gloo"):
-            plain = DDP(mlp())
-            inner = DDP(compiled(mlp()) if where == "inside" else mlp())
-            model = compiled(inner) if where == "outside" else inner
-            trained(plain, torch.optim.SGD(plain.parameters(), lr=0.1), group.rank, steps=5)
-            trained(model, torch.optim.SGD(model.parameters(), lr=0.1), group.rank, steps=5)
-            same(plain, model)
-            assert inner.replica.reducer.steps == 5
-
-    run_ranks(rank_main, 2, kind="gloo")
+    with torch_world(group, "gloo"):
+        plain = DDP(mlp())
+        inner = DDP(compiled(mlp()) if where == "inside" else mlp())
+        model = compiled(inner) if where == "outside" else inner
+        trained(plain, torch.optim.SGD(plain.parameters(), lr=0.1), group.rank, steps=5)
+        trained(model, torch.optim.SGD(model.parameters(), lr=0.1), group.rank, steps=5)
+        same(plain, model)
+        assert inner.replica.reducer.steps == 5

@@ -29,6 +29,7 @@ from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.parallel.module_state import UnequalReplicas
 from gradwire.testing import run_ranks
+from helpers.rank_tests import on_ranks
 from helpers.through_file import through_file
 
 # Which steps, of six, leave the replicas different.
@@ -87,38 +88,34 @@ def test_a_warning_exactly_when_replicas_differ(hook: Callable[[], CommHook], un
     assert run_ranks(rank_main, 3, kind="shared_memory") == [unequal] * 3
 
 
-def test_averaging_first_or_another_hook_or_detaching_ends_it() -> None:
-    def rank_main(group: Group) -> None:
-        def trained() -> Any:
-            model = nn.Linear(4, 2)
-            replica = replicate(model, group=group, hook=local_sgd(every=4))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            replica.attach_optimizer(optimizer)
-            step(model, optimizer, group.rank)
-            return model, replica
-
-        model, replica = trained()
-        replica.average_parameters()
-        assert not warned(model.state_dict)
-        model, replica = trained()
-        replica.set_hook(mean())
-        assert not warned(model.state_dict)
-        assert not model._state_dict_pre_hooks
-        model, replica = trained()
-        replica.detach()
-        assert not warned(model.state_dict)
-
-    run_ranks(rank_main, 2, kind="shared_memory")
-
-
-def test_a_copy_of_the_module_is_an_ordinary_one() -> None:
-    def rank_main(group: Group) -> None:
+@on_ranks(2, kind="shared_memory")
+def test_averaging_first_or_another_hook_or_detaching_ends_it(group: Group) -> None:
+    def trained() -> Any:
         model = nn.Linear(4, 2)
         replica = replicate(model, group=group, hook=local_sgd(every=4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         replica.attach_optimizer(optimizer)
         step(model, optimizer, group.rank)
-        for copied in (copy.deepcopy(model), through_file(model, weights_only=False)):
-            assert not warned(copied.state_dict)
+        return model, replica
 
-    run_ranks(rank_main, 2, kind="shared_memory")
+    model, replica = trained()
+    replica.average_parameters()
+    assert not warned(model.state_dict)
+    model, replica = trained()
+    replica.set_hook(mean())
+    assert not warned(model.state_dict)
+    assert not model._state_dict_pre_hooks
+    model, replica = trained()
+    replica.detach()
+    assert not warned(model.state_dict)
+
+
+@on_ranks(2, kind="shared_memory")
+def test_a_copy_of_the_module_is_an_ordinary_one(group: Group) -> None:
+    model = nn.Linear(4, 2)
+    replica = replicate(model, group=group, hook=local_sgd(every=4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    replica.attach_optimizer(optimizer)
+    step(model, optimizer, group.rank)
+    for copied in (copy.deepcopy(model), through_file(model, weights_only=False)):
+        assert not warned(copied.state_dict)

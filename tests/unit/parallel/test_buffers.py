@@ -15,6 +15,7 @@ from gradwire.parallel.replica import ReplicaPolicies
 from gradwire.policies import Buffers
 from gradwire.testing import run_ranks
 from helpers.models import Counter
+from helpers.rank_tests import on_ranks
 
 
 def x(rank: int) -> Tensor:
@@ -78,18 +79,15 @@ def test_nothing_is_sent_before_a_forward_that_follows_one_without_synchronizati
     assert run_ranks(rank_main, 2, wrap=Recording) == [[2, 2, 0, 0, 2]] * 2  # two dtypes: two broadcasts
 
 
-def test_two_forwards_before_one_backward_leave_version_counters_alone() -> None:
+@on_ranks(2)
+def test_two_forwards_before_one_backward_leave_version_counters_alone(group: Group) -> None:
     """BatchNorm saves its statistics for backward; a broadcast between must not count as a change to them."""
-
-    def rank_main(group: Group) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()  # in eval mode they are saved
-        ddp = DDP(model, process_group=group)
-        versions = [b._version for b in model.buffers()]
-        (ddp(torch.randn(3, 4)).sum() + ddp(torch.randn(3, 4)).sum()).backward()
-        assert [b._version for b in model.buffers()] == versions
-        assert ddp.replica.reducer.steps == 1
-
-    run_ranks(rank_main, 2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()  # in eval mode they are saved
+    ddp = DDP(model, process_group=group)
+    versions = [b._version for b in model.buffers()]
+    (ddp(torch.randn(3, 4)).sum() + ddp(torch.randn(3, 4)).sum()).backward()
+    assert [b._version for b in model.buffers()] == versions
+    assert ddp.replica.reducer.steps == 1
 
 
 def test_ranks_agree_on_batch_norm_statistics_after_a_forward_of_rank_0(local_means: Any) -> None:
@@ -126,13 +124,11 @@ def test_a_buffer_hook_takes_the_place_of_the_broadcast(location: str | None) ->
         assert calls == [("mine", ["count", "seen"])]
 
 
-def test_a_buffer_hook_must_be_callable() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Counter(0), process_group=group)
-        with pytest.raises(UsageTypeError, match="is not callable"):
-            ddp._register_buffer_comm_hook(None, 3)  # type: ignore[arg-type]
-
-    run_ranks(rank_main, 1)
+@on_ranks(1)
+def test_a_buffer_hook_must_be_callable(group: Group) -> None:
+    ddp = DDP(Counter(0), process_group=group)
+    with pytest.raises(UsageTypeError, match="is not callable"):
+        ddp._register_buffer_comm_hook(None, 3)  # type: ignore[arg-type]
 
 
 def test_a_replica_lists_its_buffers_by_name() -> None:

@@ -11,7 +11,7 @@ from gradwire.groups import Group
 from gradwire.hooks import chain, error_feedback, quantize
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.policies import NonFinite
-from gradwire.testing import run_ranks
+from helpers.rank_tests import on_ranks
 
 FLAGS: list[dict[str, Any]] = [
     {},
@@ -42,103 +42,89 @@ def step(ddp: nn.Module, rank: int) -> None:
 @flagged
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("steps", [0, 3])
+@on_ranks(2)
 def test_a_replaced_parameter_is_named_before_the_optimizer_steps(
-    flags: dict[str, Any], everything: bool, steps: int
+    group: Group, flags: dict[str, Any], everything: bool, steps: int
 ) -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, **flags)
-        for _ in range(steps):
-            step(ddp, group.rank)
-        for layer in (ddp.module.first, ddp.module.second) if everything else (ddp.module.second,):
-            layer.weight = nn.Parameter(layer.weight.detach().clone())
-            layer.bias = nn.Parameter(layer.bias.detach().clone())
-        with pytest.raises((LayoutError, GroupAborted), match=r"parameter (first|second)\.weight has been replaced"):
-            step(ddp, group.rank)
-
-    run_ranks(rank_main, 2)
+    ddp = DDP(Model(), process_group=group, **flags)
+    for _ in range(steps):
+        step(ddp, group.rank)
+    for layer in (ddp.module.first, ddp.module.second) if everything else (ddp.module.second,):
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+        layer.bias = nn.Parameter(layer.bias.detach().clone())
+    with pytest.raises((LayoutError, GroupAborted), match=r"parameter (first|second)\.weight has been replaced"):
+        step(ddp, group.rank)
 
 
 @pytest.mark.parametrize("flags", FLAGS[:3], ids=lambda flags: " ".join(flags) or "plain")
-def test_a_backward_that_reaches_no_parameter_on_one_rank_fails_the_step(flags: dict[str, Any]) -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, **flags)
-        for _ in range(3):
-            step(ddp, group.rank)
-        ddp.module.skipped = group.rank == 1
-        with pytest.raises(
-            (Unfinished, GroupAborted, RuntimeError), match=r"first\.weight, first\.bias, second\.weight"
-        ):
-            step(ddp, group.rank)
-        ddp.module.skipped = False
-        step(ddp, group.rank)  # recovers
-        mine = torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None])
-        theirs = mine.clone()
-        group.all_reduce(theirs)
-        assert torch.equal(mine, theirs / group.size)
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_backward_that_reaches_no_parameter_on_one_rank_fails_the_step(group: Group, flags: dict[str, Any]) -> None:
+    ddp = DDP(Model(), process_group=group, **flags)
+    for _ in range(3):
+        step(ddp, group.rank)
+    ddp.module.skipped = group.rank == 1
+    with pytest.raises((Unfinished, GroupAborted, RuntimeError), match=r"first\.weight, first\.bias, second\.weight"):
+        step(ddp, group.rank)
+    ddp.module.skipped = False
+    step(ddp, group.rank)  # recovers
+    mine = torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None])
+    theirs = mine.clone()
+    group.all_reduce(theirs)
+    assert torch.equal(mine, theirs / group.size)
 
 
-def test_where_unused_parameters_are_allowed_it_sends_zeros() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, find_unused_parameters=True)
-        for number in range(4):
-            ddp.module.skipped = group.rank == 1 and number % 2 == 1
-            step(ddp, group.rank)
-            other = [p.grad.clone() for p in ddp.parameters() if p.grad is not None]
-            assert len(other) == 4
-            for grad in other:
-                total = grad.clone()
-                group.all_reduce(total)
-                assert torch.equal(total, grad * group.size)
-        assert ddp.replica.reducer.steps == 4
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_where_unused_parameters_are_allowed_it_sends_zeros(group: Group) -> None:
+    ddp = DDP(Model(), process_group=group, find_unused_parameters=True)
+    for number in range(4):
+        ddp.module.skipped = group.rank == 1 and number % 2 == 1
+        step(ddp, group.rank)
+        other = [p.grad.clone() for p in ddp.parameters() if p.grad is not None]
+        assert len(other) == 4
+        for grad in other:
+            total = grad.clone()
+            group.all_reduce(total)
+            assert torch.equal(total, grad * group.size)
+    assert ddp.replica.reducer.steps == 4
 
 
-def test_a_model_that_is_frozen_for_a_backward_is_left_alone() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group)
-        for _ in range(3):
-            ddp.requires_grad_(False)
-            step(ddp, group.rank)  # trains what is before this model, as a generator before a discriminator
-            ddp.requires_grad_(True)
-            step(ddp, group.rank)
-        assert ddp.replica.reducer.steps == 3
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_model_that_is_frozen_for_a_backward_is_left_alone(group: Group) -> None:
+    ddp = DDP(Model(), process_group=group)
+    for _ in range(3):
+        ddp.requires_grad_(False)
+        step(ddp, group.rank)  # trains what is before this model, as a generator before a discriminator
+        ddp.requires_grad_(True)
+        step(ddp, group.rank)
+    assert ddp.replica.reducer.steps == 3
 
 
 @pytest.mark.parametrize("nonfinite", list(NonFinite))
 @pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_a_converted_model_keeps_its_checks_and_its_hook(nonfinite: NonFinite) -> None:
-    def rank_main(group: Group) -> None:
-        hook = chain(error_feedback(), quantize(bits=8))
-        ddp = DDP(Model(), process_group=group, nonfinite=nonfinite)
-        ddp.set_hook(hook)
-        for number in range(6):
-            if number == 3:
-                ddp.double()
-            step(ddp, group.rank)
-            for p in ddp.parameters():
-                assert p.grad is not None
-                assert p.grad.dtype is p.dtype
-                total = p.grad.clone()
-                group.all_reduce(total)
-                assert torch.allclose(total, p.grad * group.size)
-        assert ddp.replica.reducer.steps == 6
-        assert ddp.replica.hook is hook
-
-    run_ranks(rank_main, 2)
-
-
-def test_a_model_that_one_rank_converts_is_refused() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group)
-        step(ddp, group.rank)
-        if group.rank == 1:
+@on_ranks(2)
+def test_a_converted_model_keeps_its_checks_and_its_hook(group: Group, nonfinite: NonFinite) -> None:
+    hook = chain(error_feedback(), quantize(bits=8))
+    ddp = DDP(Model(), process_group=group, nonfinite=nonfinite)
+    ddp.set_hook(hook)
+    for number in range(6):
+        if number == 3:
             ddp.double()
-        with pytest.raises(Exception, match=r"compare parameters|bucket"):
-            step(ddp, group.rank)
+        step(ddp, group.rank)
+        for p in ddp.parameters():
+            assert p.grad is not None
+            assert p.grad.dtype is p.dtype
+            total = p.grad.clone()
+            group.all_reduce(total)
+            assert torch.allclose(total, p.grad * group.size)
+    assert ddp.replica.reducer.steps == 6
+    assert ddp.replica.hook is hook
 
-    run_ranks(rank_main, 2)
+
+@on_ranks(2)
+def test_a_model_that_one_rank_converts_is_refused(group: Group) -> None:
+    ddp = DDP(Model(), process_group=group)
+    step(ddp, group.rank)
+    if group.rank == 1:
+        ddp.double()
+    with pytest.raises(Exception, match=r"compare parameters|bucket"):
+        step(ddp, group.rank)

@@ -22,6 +22,7 @@ from gradwire.hooks import chain, error_feedback, mean, quantize
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.testing import run_ranks
+from helpers.rank_tests import on_ranks
 
 WIDTH, LAYERS = 16, 4
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -303,22 +304,20 @@ def test_a_pass_of_the_user_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compiled_at_first", [False, True])
-def test_the_state_of_a_hook_fits_the_compiled_and_the_uncompiled_model(compiled_at_first: bool) -> None:
-    def rank_main(group: Group) -> None:
-        def build(compile_it: bool) -> DDP:
-            module = Model()
-            ddp = DDP(torch.compile(module, backend="eager") if compile_it else module, process_group=group)
-            ddp.set_hook(chain(error_feedback(), quantize(bits=2)))
-            return ddp
+@on_ranks(1)
+def test_the_state_of_a_hook_fits_the_compiled_and_the_uncompiled_model(group: Group, compiled_at_first: bool) -> None:
+    def build(compile_it: bool) -> DDP:
+        module = Model()
+        ddp = DDP(torch.compile(module, backend="eager") if compile_it else module, process_group=group)
+        ddp.set_hook(chain(error_feedback(), quantize(bits=2)))
+        return ddp
 
-        saved_of, expected, other = build(compiled_at_first), build(compiled_at_first), build(not compiled_at_first)
-        step_of(saved_of, 0, 0)
-        state = saved_of.hook_state_dict()
-        assert "blocks.0.up" in state["state"]
-        for ddp in (expected, other):
-            ddp.load_hook_state_dict(state)
-            step_of(ddp, 0, 1)
-        for p, q in zip(expected.parameters(), other.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)
-
-    run_ranks(rank_main, 1)
+    saved_of, expected, other = build(compiled_at_first), build(compiled_at_first), build(not compiled_at_first)
+    step_of(saved_of, 0, 0)
+    state = saved_of.hook_state_dict()
+    assert "blocks.0.up" in state["state"]
+    for ddp in (expected, other):
+        ddp.load_hook_state_dict(state)
+        step_of(ddp, 0, 1)
+    for p, q in zip(expected.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)

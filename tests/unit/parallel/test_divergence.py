@@ -20,6 +20,7 @@ from gradwire.parallel import replicate
 from gradwire.policies import Divergence
 from gradwire.testing import run_ranks
 from helpers.models import flip
+from helpers.rank_tests import on_ranks
 from helpers.recorded_warnings import recorded_warnings
 
 
@@ -37,14 +38,12 @@ def raised(check: DivergenceCheck) -> ReplicasDiverged:
     return caught.value
 
 
-def test_equal_replicas_raise_no_warning_and_cost_one_small_collective_every_n_steps() -> None:
-    def rank_main(group: Group) -> None:
-        recorded = Recording(group)
-        check = DivergenceCheck(copy.deepcopy(START), recorded, every=3)
-        assert [check.step() for _ in range(7)] == [[]] * 7
-        assert [(op.kind, op.shapes[0]) for op in recorded.submitted] == [(OpKind.ALL_GATHER_INTO_TENSOR, (3,))] * 2
-
-    run_ranks(rank_main, 3)
+@on_ranks(3)
+def test_equal_replicas_raise_no_warning_and_cost_one_small_collective_every_n_steps(group: Group) -> None:
+    recorded = Recording(group)
+    check = DivergenceCheck(copy.deepcopy(START), recorded, every=3)
+    assert [check.step() for _ in range(7)] == [[]] * 7
+    assert [(op.kind, op.shapes[0]) for op in recorded.submitted] == [(OpKind.ALL_GATHER_INTO_TENSOR, (3,))] * 2
 
 
 def test_a_flipped_bit_is_named_on_all_ranks_within_n_steps() -> None:
@@ -100,18 +99,16 @@ def test_any_bit_of_any_parameter_on_any_rank(data: st.DataObject) -> None:
     run_ranks(rank_main, n)
 
 
-def test_two_ranks_are_a_tie_which_cannot_be_healed() -> None:
-    def rank_main(group: Group) -> None:
-        net = copy.deepcopy(START)
-        if group.rank == 1:
-            flip(net[0].bias)
-        before = net[0].bias.detach().clone()
-        error = raised(DivergenceCheck(net, group, policy=Divergence.HEAL))
-        assert (error.ranks, error.parameters, error.tie) == ((0, 1), ("0.bias",), True)
-        assert "no value has a majority" in str(error)
-        assert torch.equal(net[0].bias, before)
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_two_ranks_are_a_tie_which_cannot_be_healed(group: Group) -> None:
+    net = copy.deepcopy(START)
+    if group.rank == 1:
+        flip(net[0].bias)
+    before = net[0].bias.detach().clone()
+    error = raised(DivergenceCheck(net, group, policy=Divergence.HEAL))
+    assert (error.ranks, error.parameters, error.tie) == ((0, 1), ("0.bias",), True)
+    assert "no value has a majority" in str(error)
+    assert torch.equal(net[0].bias, before)
 
 
 @pytest.mark.filterwarnings("ignore:comparing replicas")
@@ -132,52 +129,46 @@ def test_every_tensor_is_healed_from_its_own_majority() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:comparing replicas")
-def test_the_state_of_the_optimizer_is_compared_and_healed() -> None:
-    def rank_main(group: Group) -> None:
-        net = copy.deepcopy(START)
-        ddp = DDP(net, process_group=group)
-        optimizer = torch.optim.Adam(ddp.parameters())
-        check = DivergenceCheck(ddp, every=1, policy=Divergence.HEAL, optimizer=optimizer)
-        assert check.group is group
-        for step in range(3):
-            optimizer.zero_grad()
-            ddp(torch.randn(4, 3)).sum().backward()
-            optimizer.step()
-            if step == 1 and group.rank == 1:
-                flip(optimizer.state[net[0].weight]["exp_avg_sq"], byte=3)
-                optimizer.state[net[2].bias]["step"] += 1
-            found = check.step()
-            assert [(one.name, one.ranks) for one in found] == (
-                [("exp_avg_sq of 0.weight", (1,)), ("step of 2.bias", (1,))] if step == 1 else []
-            )
-        assert float(optimizer.state[net[2].bias]["step"]) == 3
-
-    run_ranks(rank_main, 3)
+@on_ranks(3)
+def test_the_state_of_the_optimizer_is_compared_and_healed(group: Group) -> None:
+    net = copy.deepcopy(START)
+    ddp = DDP(net, process_group=group)
+    optimizer = torch.optim.Adam(ddp.parameters())
+    check = DivergenceCheck(ddp, every=1, policy=Divergence.HEAL, optimizer=optimizer)
+    assert check.group is group
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+        if step == 1 and group.rank == 1:
+            flip(optimizer.state[net[0].weight]["exp_avg_sq"], byte=3)
+            optimizer.state[net[2].bias]["step"] += 1
+        found = check.step()
+        assert [(one.name, one.ranks) for one in found] == (
+            [("exp_avg_sq of 0.weight", (1,)), ("step of 2.bias", (1,))] if step == 1 else []
+        )
+    assert float(optimizer.state[net[2].bias]["step"]) == 3
 
 
-def test_ranks_whose_optimizers_have_made_different_steps() -> None:
-    def rank_main(group: Group) -> None:
-        net = copy.deepcopy(START)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.9)
-        if group.rank == 1:
-            net(torch.ones(2, 3)).sum().backward()
-            optimizer.step()
-        error = raised(DivergenceCheck(net, group, policy=Divergence.HEAL, optimizer=optimizer))
-        assert (error.ranks, error.tie) == ((1,), False)
-        assert "do not have the same tensors: rank 0 6, rank 1 12, rank 2 6" in str(error)
-
-    run_ranks(rank_main, 3)
+@on_ranks(3)
+def test_ranks_whose_optimizers_have_made_different_steps(group: Group) -> None:
+    net = copy.deepcopy(START)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.9)
+    if group.rank == 1:
+        net(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    error = raised(DivergenceCheck(net, group, policy=Divergence.HEAL, optimizer=optimizer))
+    assert (error.ranks, error.tie) == ((1,), False)
+    assert "do not have the same tensors: rank 0 6, rank 1 12, rank 2 6" in str(error)
 
 
-def test_buffers_are_compared_if_they_are_named() -> None:
-    def rank_main(group: Group) -> None:
-        net = copy.deepcopy(START)
-        net[1].running_mean.add_(group.rank)
-        assert DivergenceCheck(net, group).check() == []
-        error = raised(DivergenceCheck(net, group, buffers=["1.running_mean"]))
-        assert (error.parameters, error.ranks) == (("1.running_mean",), (0, 1, 2))
-
-    run_ranks(rank_main, 3)
+@on_ranks(3)
+def test_buffers_are_compared_if_they_are_named(group: Group) -> None:
+    net = copy.deepcopy(START)
+    net[1].running_mean.add_(group.rank)
+    assert DivergenceCheck(net, group).check() == []
+    error = raised(DivergenceCheck(net, group, buffers=["1.running_mean"]))
+    assert (error.parameters, error.ranks) == (("1.running_mean",), (0, 1, 2))
 
 
 def test_what_was_found_is_recorded(tmp_path: Path) -> None:
@@ -195,26 +186,24 @@ def test_what_was_found_is_recorded(tmp_path: Path) -> None:
     assert [one.step for one in found] == [0, 1]
 
 
-def test_while_a_hook_lets_ranks_differ_the_check_is_put_off() -> None:
-    def rank_main(group: Group) -> None:
-        net = nn.Linear(2, 1)
-        recorded = Recording(group)
-        replica = replicate(net, group=group, hook=local_sgd(every=3))
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        replica.attach_optimizer(optimizer)
-        check = DivergenceCheck(net, recorded, every=2)
-        checks = []
-        for _ in range(6):
-            optimizer.zero_grad()
-            net(torch.full((1, 2), 1.0 + group.rank)).sum().backward()
-            optimizer.step()
-            before = len(recorded.submitted)
-            assert check.step() == []
-            checks.append(len(recorded.submitted) > before)
-        assert checks == [False, False, True, False, False, True]
-        replica.detach()
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_while_a_hook_lets_ranks_differ_the_check_is_put_off(group: Group) -> None:
+    net = nn.Linear(2, 1)
+    recorded = Recording(group)
+    replica = replicate(net, group=group, hook=local_sgd(every=3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    replica.attach_optimizer(optimizer)
+    check = DivergenceCheck(net, recorded, every=2)
+    checks = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        net(torch.full((1, 2), 1.0 + group.rank)).sum().backward()
+        optimizer.step()
+        before = len(recorded.submitted)
+        assert check.step() == []
+        checks.append(len(recorded.submitted) > before)
+    assert checks == [False, False, True, False, False, True]
+    replica.detach()
 
 
 def test_wrong_arguments(group: Group) -> None:

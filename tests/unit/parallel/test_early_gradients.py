@@ -22,8 +22,8 @@ from gradwire.events import BucketLaunched
 from gradwire.groups import Group
 from gradwire.hooks import chain, error_feedback, quantize
 from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.testing import run_ranks
 from helpers.futures import done
+from helpers.rank_tests import on_ranks
 
 WIDTH, LAYERS = 8, 6
 
@@ -126,34 +126,32 @@ FLAGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(flags) or "plain")
-def test_buckets_are_launched_while_the_graph_still_computes(log: list[Any], flags: dict[str, Any]) -> None:
-    def rank_main(group: Group) -> None:
-        ddp = built(group, **flags)
-        launches(ddp, log)
-        for step in range(4):
-            ddp.zero_grad()
-            log.clear()
-            loss_of(ddp, group.rank, step).backward()
-            check(ddp, expected(ddp.module, group.size, step)) if step < 3 else None
-        order = [f"bucket {i}" for i in range(LAYERS)]
-        assert [entry for entry in log if isinstance(entry, str)] == order
-        assert log.index("bucket 0") == 1
-        assert log.index("bucket 4") < log.index(0)
-
-    run_ranks(rank_main, 1)
+@on_ranks(1)
+def test_buckets_are_launched_while_the_graph_still_computes(
+    group: Group, log: list[Any], flags: dict[str, Any]
+) -> None:
+    ddp = built(group, **flags)
+    launches(ddp, log)
+    for step in range(4):
+        ddp.zero_grad()
+        log.clear()
+        loss_of(ddp, group.rank, step).backward()
+        check(ddp, expected(ddp.module, group.size, step)) if step < 3 else None
+    order = [f"bucket {i}" for i in range(LAYERS)]
+    assert [entry for entry in log if isinstance(entry, str)] == order
+    assert log.index("bucket 0") == 1
+    assert log.index("bucket 4") < log.index(0)
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(flags) or "plain")
-def test_ranks_average_what_is_reported_and_what_is_not(flags: dict[str, Any]) -> None:
-    def rank_main(group: Group) -> None:
-        ddp = built(group, Compiled(eager=True), **flags)
-        for step in range(5):
-            ddp.zero_grad(set_to_none=step != 3)
-            loss_of(ddp, group.rank, step).backward()
-            check(ddp, expected(ddp.module, group.size, step))
-        assert ddp.replica.reducer.intake._before_backward is not None
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_ranks_average_what_is_reported_and_what_is_not(group: Group, flags: dict[str, Any]) -> None:
+    ddp = built(group, Compiled(eager=True), **flags)
+    for step in range(5):
+        ddp.zero_grad(set_to_none=step != 3)
+        loss_of(ddp, group.rank, step).backward()
+        check(ddp, expected(ddp.module, group.size, step))
+    assert ddp.replica.reducer.intake._before_backward is not None
 
 
 def reported_in_step(ddp: DDP) -> list[int]:
@@ -169,33 +167,29 @@ def reported_in_step(ddp: DDP) -> list[int]:
     return counts
 
 
-def test_accumulation() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = built(group)
-        counts = reported_in_step(ddp)
-        for step in range(3):
-            ddp.zero_grad()
-            with ddp.no_sync():
-                loss_of(ddp, group.rank, step).backward()
-            loss_of(ddp, group.rank, step + 10).backward()
-            wanted = [expected(ddp.module, group.size, n) for n in (step, step + 10)]
-            check(ddp, [a + b for a, b in zip(*wanted, strict=True)])
-        assert counts == [LAYERS, LAYERS, LAYERS]  # the first backward, under no_sync, has shown that it is compiled
-
-    run_ranks(rank_main, 2)
-
-
-def test_accumulation_in_buckets_takes_the_usual_way() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = built(group, gradient_as_bucket_view=True)
-        counts = reported_in_step(ddp)
-        for step in range(4):
-            ddp.zero_grad(set_to_none=False)
+@on_ranks(2)
+def test_accumulation(group: Group) -> None:
+    ddp = built(group)
+    counts = reported_in_step(ddp)
+    for step in range(3):
+        ddp.zero_grad()
+        with ddp.no_sync():
             loss_of(ddp, group.rank, step).backward()
-            check(ddp, expected(ddp.module, group.size, step))
-        assert counts == [0] * 4
+        loss_of(ddp, group.rank, step + 10).backward()
+        wanted = [expected(ddp.module, group.size, n) for n in (step, step + 10)]
+        check(ddp, [a + b for a, b in zip(*wanted, strict=True)])
+    assert counts == [LAYERS, LAYERS, LAYERS]  # the first backward, under no_sync, has shown that it is compiled
 
-    run_ranks(rank_main, 2)
+
+@on_ranks(2)
+def test_accumulation_in_buckets_takes_the_usual_way(group: Group) -> None:
+    ddp = built(group, gradient_as_bucket_view=True)
+    counts = reported_in_step(ddp)
+    for step in range(4):
+        ddp.zero_grad(set_to_none=False)
+        loss_of(ddp, group.rank, step).backward()
+        check(ddp, expected(ddp.module, group.size, step))
+    assert counts == [0] * 4
 
 
 def used_outside(model: Any, rank: int, step: int) -> Tensor:
@@ -209,54 +203,48 @@ def called_twice(model: Any, rank: int, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("loss", "early"), [(used_outside, LAYERS - 1), (called_twice, 0)])
-def test_a_gradient_with_several_parts_is_not_taken_early(loss: Any, early: int) -> None:
-    def rank_main(group: Group) -> None:
-        ddp = built(group)
-        counts = reported_in_step(ddp)
-        for step in range(4):
-            ddp.zero_grad()
-            loss(ddp, group.rank, step).backward()
-            check(ddp, expected(ddp.module, group.size, step, loss))
-        assert counts == [0, early, early, early]
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_gradient_with_several_parts_is_not_taken_early(group: Group, loss: Any, early: int) -> None:
+    ddp = built(group)
+    counts = reported_in_step(ddp)
+    for step in range(4):
+        ddp.zero_grad()
+        loss(ddp, group.rank, step).backward()
+        check(ddp, expected(ddp.module, group.size, step, loss))
+    assert counts == [0, early, early, early]
 
 
-def test_hooks_of_others_run_before_the_reduction() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = built(group)
-        plain = copy.deepcopy(ddp.module)
-        weights = ddp.module.weights
-        weights[1].register_hook(lambda grad: grad * 2)
-        weights[3].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 3))
-        counts = reported_in_step(ddp)
-        for step in range(4):
-            ddp.zero_grad()
-            loss_of(ddp, group.rank, step).backward()
-            wanted = expected(plain, group.size, step)
-            wanted[1] *= 2
-            wanted[3] *= 3
-            check(ddp, wanted)
-        assert counts == [0, LAYERS - 2, LAYERS - 2, LAYERS - 2]
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_hooks_of_others_run_before_the_reduction(group: Group) -> None:
+    ddp = built(group)
+    plain = copy.deepcopy(ddp.module)
+    weights = ddp.module.weights
+    weights[1].register_hook(lambda grad: grad * 2)
+    weights[3].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 3))
+    counts = reported_in_step(ddp)
+    for step in range(4):
+        ddp.zero_grad()
+        loss_of(ddp, group.rank, step).backward()
+        wanted = expected(plain, group.size, step)
+        wanted[1] *= 2
+        wanted[3] *= 3
+        check(ddp, wanted)
+    assert counts == [0, LAYERS - 2, LAYERS - 2, LAYERS - 2]
 
 
 @pytest.mark.parametrize("to_none", [True, False], ids=["None before", "added to zeros"])
-def test_a_hook_on_an_accumulator_runs_before_the_reduction(to_none: bool) -> None:
-    def rank_main(group: Group) -> None:
-        ddp = built(group)
-        counts = reported_in_step(ddp)
-        attach(ddp.module, "weights.4", "before_node", lambda grads: tuple(grad * 2 for grad in grads))
-        for step in range(3):
-            ddp.zero_grad(set_to_none=to_none)
-            loss_of(ddp, group.rank, step).backward()
-            wanted = expected(ddp.module, group.size, step)
-            wanted[4] *= 2
-            check(ddp, wanted)
-        assert counts == [0, LAYERS - 1, LAYERS - 1]
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_hook_on_an_accumulator_runs_before_the_reduction(group: Group, to_none: bool) -> None:
+    ddp = built(group)
+    counts = reported_in_step(ddp)
+    attach(ddp.module, "weights.4", "before_node", lambda grads: tuple(grad * 2 for grad in grads))
+    for step in range(3):
+        ddp.zero_grad(set_to_none=to_none)
+        loss_of(ddp, group.rank, step).backward()
+        wanted = expected(ddp.module, group.size, step)
+        wanted[4] *= 2
+        check(ddp, wanted)
+    assert counts == [0, LAYERS - 1, LAYERS - 1]
 
 
 class Heads(Compiled):
@@ -272,19 +260,17 @@ class Heads(Compiled):
 
 
 @pytest.mark.parametrize("to_none", [True, False], ids=["None before", "added to zeros"])
-def test_a_gradient_to_which_a_second_backward_adds_fails_the_step(to_none: bool) -> None:
-    def rank_main(group: Group) -> None:
-        ddp = built(group, Heads())
-        for step in range(2):
-            ddp.zero_grad(set_to_none=to_none)
-            sum(ddp(batch(group.rank, step))).backward()
+@on_ranks(1)
+def test_a_gradient_to_which_a_second_backward_adds_fails_the_step(group: Group, to_none: bool) -> None:
+    ddp = built(group, Heads())
+    for step in range(2):
         ddp.zero_grad(set_to_none=to_none)
-        first, second = ddp(batch(group.rank, 2))
-        first.backward(retain_graph=True)
-        with pytest.raises(ReadyTwice, match=r"weights\.5.*launched: by two backwards"):
-            second.backward()
-
-    run_ranks(rank_main, 1)
+        sum(ddp(batch(group.rank, step))).backward()
+    ddp.zero_grad(set_to_none=to_none)
+    first, second = ddp(batch(group.rank, 2))
+    first.backward(retain_graph=True)
+    with pytest.raises(ReadyTwice, match=r"weights\.5.*launched: by two backwards"):
+        second.backward()
 
 
 class Reentrant(Compiled):
@@ -298,79 +284,69 @@ class Reentrant(Compiled):
         return super().forward(x)
 
 
-def test_a_gradient_to_which_a_reentrant_checkpoint_adds_fails_the_step() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = built(group, Reentrant())
-        ddp.module.shared = False
-        for step in range(2):
-            ddp.zero_grad()
-            loss_of(ddp, group.rank, step).backward()
-        ddp.module.shared = True
+@on_ranks(1)
+def test_a_gradient_to_which_a_reentrant_checkpoint_adds_fails_the_step(group: Group) -> None:
+    ddp = built(group, Reentrant())
+    ddp.module.shared = False
+    for step in range(2):
         ddp.zero_grad()
-        with pytest.raises(ReadyTwice, match=r"weights\.5"):
-            loss_of(ddp, group.rank, 2).backward()
-
-    run_ranks(rank_main, 1)
-
-
-def test_a_static_graph_counts_the_uses_in_reentrant_checkpoints() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = built(group, Reentrant(), static_graph=True)
-        counts = reported_in_step(ddp)
-        for step in range(4):
-            ddp.zero_grad()
-            loss_of(ddp, group.rank, step).backward()
-            check(ddp, expected(ddp.module, group.size, step))
-        assert counts == [0, *[LAYERS - 1] * 3]
-
-    run_ranks(rank_main, 1)
+        loss_of(ddp, group.rank, step).backward()
+    ddp.module.shared = True
+    ddp.zero_grad()
+    with pytest.raises(ReadyTwice, match=r"weights\.5"):
+        loss_of(ddp, group.rank, 2).backward()
 
 
-def test_a_backward_from_a_parameter_too() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = built(group)
-        weight = ddp.module.weights[5]
-        for step in range(3):
-            ddp.zero_grad()
-            torch.autograd.backward([loss_of(ddp, group.rank, step), weight], [torch.ones(()), torch.ones_like(weight)])
-            wanted = expected(ddp.module, group.size, step)
-            wanted[5] += 1
-            check(ddp, wanted)
-
-    run_ranks(rank_main, 2)
+@on_ranks(1)
+def test_a_static_graph_counts_the_uses_in_reentrant_checkpoints(group: Group) -> None:
+    ddp = built(group, Reentrant(), static_graph=True)
+    counts = reported_in_step(ddp)
+    for step in range(4):
+        ddp.zero_grad()
+        loss_of(ddp, group.rank, step).backward()
+        check(ddp, expected(ddp.module, group.size, step))
+    assert counts == [0, *[LAYERS - 1] * 3]
 
 
-def test_autograd_grad_reduces_nothing() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = built(group)
-        counts = reported_in_step(ddp)
-        for step in range(3):
-            ddp.zero_grad()
-            loss = loss_of(ddp, group.rank, step)
-            if group.rank == 0:
-                torch.autograd.grad(loss, list(ddp.module.parameters()), retain_graph=True)
-            loss.backward()
-            check(ddp, expected(ddp.module, group.size, step))
-        assert counts[1:] == [LAYERS, LAYERS]
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_backward_from_a_parameter_too(group: Group) -> None:
+    ddp = built(group)
+    weight = ddp.module.weights[5]
+    for step in range(3):
+        ddp.zero_grad()
+        torch.autograd.backward([loss_of(ddp, group.rank, step), weight], [torch.ones(()), torch.ones_like(weight)])
+        wanted = expected(ddp.module, group.size, step)
+        wanted[5] += 1
+        check(ddp, wanted)
 
 
-def test_one_rank_may_be_compiled_and_another_not() -> None:
-    def rank_main(group: Group) -> None:
-        module = Compiled()
-        if group.rank:
-            plain = nn.Sequential()  # the same weights, as separate operations
-            plain.weights = module.weights
-            plain.forward = lambda x: plain_forward(x, module.weights)  # type: ignore[method-assign]
-            module = plain  # type: ignore[assignment]
-        ddp = built(group, module)
-        for step in range(4):
-            ddp.zero_grad()
-            loss_of(ddp, group.rank, step).backward()
-            check(ddp, expected(Compiled(), group.size, step))
+@on_ranks(2)
+def test_autograd_grad_reduces_nothing(group: Group) -> None:
+    ddp = built(group)
+    counts = reported_in_step(ddp)
+    for step in range(3):
+        ddp.zero_grad()
+        loss = loss_of(ddp, group.rank, step)
+        if group.rank == 0:
+            torch.autograd.grad(loss, list(ddp.module.parameters()), retain_graph=True)
+        loss.backward()
+        check(ddp, expected(ddp.module, group.size, step))
+    assert counts[1:] == [LAYERS, LAYERS]
 
-    run_ranks(rank_main, 2)
+
+@on_ranks(2)
+def test_one_rank_may_be_compiled_and_another_not(group: Group) -> None:
+    module = Compiled()
+    if group.rank:
+        plain = nn.Sequential()  # the same weights, as separate operations
+        plain.weights = module.weights
+        plain.forward = lambda x: plain_forward(x, module.weights)  # type: ignore[method-assign]
+        module = plain  # type: ignore[assignment]
+    ddp = built(group, module)
+    for step in range(4):
+        ddp.zero_grad()
+        loss_of(ddp, group.rank, step).backward()
+        check(ddp, expected(Compiled(), group.size, step))
 
 
 def plain_forward(x: Tensor, weights: Any) -> Tensor:
@@ -379,71 +355,64 @@ def plain_forward(x: Tensor, weights: Any) -> Tensor:
     return x
 
 
-def test_hooks_keep_their_states() -> None:
+@on_ranks(2)
+def test_hooks_keep_their_states(group: Group) -> None:
     """The same bits with and without early reports, also where a hook remembers what it has not sent."""
-
-    def rank_main(group: Group) -> None:
-        results = []
-        for early in (True, False):
-            ddp = built(group)
-            ddp.set_hook(chain(error_feedback(), quantize(bits=8)))
-            counts = reported_in_step(ddp)
-            if not early:
-                ddp.replica.reducer.intake._compiled_handle.remove()  # type: ignore[union-attr]
-            for step in range(5):
-                ddp.zero_grad()
-                loss_of(ddp, group.rank, step).backward()
-            results.append([p.grad for p in ddp.module.parameters()])
-            assert counts[-1] == (LAYERS if early else 0)
-        for a, b in zip(*results, strict=True):
-            assert torch.equal(a, b)
-
-    run_ranks(rank_main, 2)
+    results = []
+    for early in (True, False):
+        ddp = built(group)
+        ddp.set_hook(chain(error_feedback(), quantize(bits=8)))
+        counts = reported_in_step(ddp)
+        if not early:
+            ddp.replica.reducer.intake._compiled_handle.remove()  # type: ignore[union-attr]
+        for step in range(5):
+            ddp.zero_grad()
+            loss_of(ddp, group.rank, step).backward()
+        results.append([p.grad for p in ddp.module.parameters()])
+        assert counts[-1] == (LAYERS if early else 0)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 class Mine(Exception):
     pass
 
 
-def test_an_exception_of_a_hook_comes_out_of_backward() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = built(group)
-        broken = False
+@on_ranks(1)
+def test_an_exception_of_a_hook_comes_out_of_backward(group: Group) -> None:
+    ddp = built(group)
+    broken = False
 
-        def hook(state: object, bucket: Any) -> Any:
-            if broken and bucket.index() == 1:
-                raise Mine("mine")
-            return done(bucket.buffer())
+    def hook(state: object, bucket: Any) -> Any:
+        if broken and bucket.index() == 1:
+            raise Mine("mine")
+        return done(bucket.buffer())
 
-        ddp.register_comm_hook(None, hook)
-        for step in range(2):
-            ddp.zero_grad()
-            loss_of(ddp, group.rank, step).backward()
-        broken = True
-        with pytest.raises(Mine, match="mine") as caught:
-            loss_of(ddp, group.rank, 2).backward()
-        assert "bucket 1" in str(caught.value.__notes__)
-        broken = False
+    ddp.register_comm_hook(None, hook)
+    for step in range(2):
         ddp.zero_grad()
-        loss_of(ddp, group.rank, 3).backward()  # recovers
-        check(ddp, expected(ddp.module, 1, 3))
+        loss_of(ddp, group.rank, step).backward()
+    broken = True
+    with pytest.raises(Mine, match="mine") as caught:
+        loss_of(ddp, group.rank, 2).backward()
+    assert "bucket 1" in str(caught.value.__notes__)
+    broken = False
+    ddp.zero_grad()
+    loss_of(ddp, group.rank, 3).backward()  # recovers
+    check(ddp, expected(ddp.module, 1, 3))
 
-    run_ranks(rank_main, 1)
 
-
-def test_nothing_keeps_a_dropped_model_alive() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = built(group)
-        for step in range(3):
-            loss_of(ddp, group.rank, step).backward()
-            ddp.zero_grad()
-        reducer, parameter = weakref.ref(ddp.replica.reducer), weakref.ref(ddp.module.weights[0])
-        ddp.replica.detach()
-        del ddp
-        assert reducer() is None
-        assert parameter() is None
-
-    run_ranks(rank_main, 1)
+@on_ranks(1)
+def test_nothing_keeps_a_dropped_model_alive(group: Group) -> None:
+    ddp = built(group)
+    for step in range(3):
+        loss_of(ddp, group.rank, step).backward()
+        ddp.zero_grad()
+    reducer, parameter = weakref.ref(ddp.replica.reducer), weakref.ref(ddp.module.weights[0])
+    ddp.replica.detach()
+    del ddp
+    assert reducer() is None
+    assert parameter() is None
 
 
 class Listener:

@@ -15,6 +15,7 @@ from gradwire.groups import Group
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
 from helpers.models import inputs
+from helpers.rank_tests import on_ranks
 
 SMALL = 0.0001
 """MiB: buckets of a hundred bytes, so that a model has several."""
@@ -231,18 +232,16 @@ def test_unused_here_but_used_elsewhere_gets_the_mean(assert_same_as_alone: Call
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_unused_on_all_ranks_is_left_alone(views: bool) -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Branches(), process_group=group, find_unused_parameters=True, gradient_as_bucket_view=views)
-        c = ddp.module.c.weight
-        ddp(inputs(group.rank), "ab").sum().backward()
-        assert c.grad is None
-        mine = c.grad = torch.full((4, 4), float(group.rank))
-        ddp(inputs(group.rank), "a").sum().backward()
-        assert c.grad is mine
-        assert c.grad.eq(group.rank).all()
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_unused_on_all_ranks_is_left_alone(group: Group, views: bool) -> None:
+    ddp = DDP(Branches(), process_group=group, find_unused_parameters=True, gradient_as_bucket_view=views)
+    c = ddp.module.c.weight
+    ddp(inputs(group.rank), "ab").sum().backward()
+    assert c.grad is None
+    mine = c.grad = torch.full((4, 4), float(group.rank))
+    ddp(inputs(group.rank), "a").sum().backward()
+    assert c.grad is mine
+    assert c.grad.eq(group.rank).all()
 
 
 def test_an_output_that_is_not_part_of_the_loss(assert_same_as_alone: Callable[..., None]) -> None:
@@ -285,19 +284,17 @@ def test_unused_without_asking_is_an_error_that_names_them_and_the_model_goes_on
     assert all("Parameters which did not receive grad for rank" in text and "c.weight, c.bias" in text for text in said)
 
 
-def test_a_static_graph_that_changes_is_an_error() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Branches(), process_group=group, static_graph=True)
-        ddp(inputs(0), "ab").sum().backward()
-        with pytest.raises(GraphChanged, match="Your training graph has changed in this iteration") as caught:
-            ddp(inputs(0), "abc").sum().backward()
-        assert "(c." in str(caught.value)
-        ddp(inputs(0), "ab").sum().backward()  # the failed step is over; the graph is recorded again
-        ddp(inputs(0), "a").sum().backward()
-        with pytest.raises((GraphChanged, Unfinished), match="b.weight, b.bias"):
-            ddp(inputs(0), "ab")
-
-    run_ranks(rank_main, 1)
+@on_ranks(1)
+def test_a_static_graph_that_changes_is_an_error(group: Group) -> None:
+    ddp = DDP(Branches(), process_group=group, static_graph=True)
+    ddp(inputs(0), "ab").sum().backward()
+    with pytest.raises(GraphChanged, match="Your training graph has changed in this iteration") as caught:
+        ddp(inputs(0), "abc").sum().backward()
+    assert "(c." in str(caught.value)
+    ddp(inputs(0), "ab").sum().backward()  # the failed step is over; the graph is recorded again
+    ddp(inputs(0), "a").sum().backward()
+    with pytest.raises((GraphChanged, Unfinished), match="b.weight, b.bias"):
+        ddp(inputs(0), "ab")
 
 
 @pytest.mark.parametrize("flags", FLAGS[:3], ids=lambda flags: " ".join(flags) or "plain")

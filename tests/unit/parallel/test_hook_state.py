@@ -22,6 +22,7 @@ from gradwire.testing import run_ranks
 from helpers.buckets import TorchBucket
 from helpers.comm_hooks import CountsSteps, Scripted
 from helpers.models import train
+from helpers.rank_tests import on_ranks
 from helpers.through_file import through_file
 
 SMALL = 0.0001
@@ -140,17 +141,15 @@ def test_a_residual_stays_with_its_rank_and_a_new_rank_starts_with_zeros() -> No
 # -- refusals ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_state_of_another_hook_names_both() -> None:
-    def rank_main(group: Group) -> None:
-        state = build(group, HOOK).hook_state_dict()
-        other = build(group, mean())
-        with pytest.raises(
-            HookError, match=r"saved under the hook error_feedback\(\) > cast.*and the model now has mean\(\)"
-        ):
-            other.load_hook_state_dict(state)
-        train(other, group.rank, range(2))
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_state_of_another_hook_names_both(group: Group) -> None:
+    state = build(group, HOOK).hook_state_dict()
+    other = build(group, mean())
+    with pytest.raises(
+        HookError, match=r"saved under the hook error_feedback\(\) > cast.*and the model now has mean\(\)"
+    ):
+        other.load_hook_state_dict(state)
+    train(other, group.rank, range(2))
 
 
 @pytest.mark.parametrize(
@@ -246,15 +245,13 @@ def test_what_cannot_be_read_on_one_rank_changes_nothing_on_any(hook: CommHook, 
     assert "the state cannot be read" in str(said[1])
 
 
-def test_states_of_different_steps_are_refused() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = build(group, HOOK)
-        state = ddp.hook_state_dict()
-        state["step"] = group.rank
-        with pytest.raises(HookError, match="loaded another step's"):
-            ddp.load_hook_state_dict(state)
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_states_of_different_steps_are_refused(group: Group) -> None:
+    ddp = build(group, HOOK)
+    state = ddp.hook_state_dict()
+    state["step"] = group.rank
+    with pytest.raises(HookError, match="loaded another step's"):
+        ddp.load_hook_state_dict(state)
 
 
 def test_not_during_backward_and_not_under_a_hook_of_torchs(group: Group) -> None:

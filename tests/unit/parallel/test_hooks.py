@@ -27,6 +27,7 @@ from gradwire.testing import run_ranks
 from helpers.comm_hooks import CountsSteps, Scripted
 from helpers.futures import done
 from helpers.models import inputs, mlp
+from helpers.rank_tests import on_ranks
 
 SMALL = 0.0001
 
@@ -94,26 +95,22 @@ def test_any_callable_is_a_hook_and_is_called_once_per_bucket(ddp: DDP, name: st
         torch.testing.assert_close(p.grad, 2 * q.grad)  # type: ignore[operator]
 
 
-def test_the_hook_runs_with_grad_mode_off_on_an_undivided_buffer_with_its_state() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(nn.Linear(4, 2), process_group=group)
-        ddp(inputs(0)).sum().backward()
-        state, seen = object(), []
+@on_ranks(2)
+def test_the_hook_runs_with_grad_mode_off_on_an_undivided_buffer_with_its_state(group: Group) -> None:
+    ddp = DDP(nn.Linear(4, 2), process_group=group)
+    ddp(inputs(0)).sum().backward()
+    state, seen = object(), []
 
-        def hook(s: Any, bucket: GradBucket) -> Future[Tensor]:
-            seen.append(
-                (s is state, torch.is_grad_enabled(), bucket.is_last(), bucket.names(), bucket.buffer().clone())
-            )
-            return done(bucket.buffer())
+    def hook(s: Any, bucket: GradBucket) -> Future[Tensor]:
+        seen.append((s is state, torch.is_grad_enabled(), bucket.is_last(), bucket.names(), bucket.buffer().clone()))
+        return done(bucket.buffer())
 
-        ddp.register_comm_hook(state, hook)
-        ddp.zero_grad()
-        ddp(torch.ones(1, 4)).sum().backward()
-        ((same, grad_mode, last, names, buffer),) = seen
-        assert (same, grad_mode, last, sorted(names)) == (True, False, True, ["bias", "weight"])
-        assert buffer.tolist() == [1.0] * 10
-
-    run_ranks(rank_main, 2)
+    ddp.register_comm_hook(state, hook)
+    ddp.zero_grad()
+    ddp(torch.ones(1, 4)).sum().backward()
+    ((same, grad_mode, last, names, buffer),) = seen
+    assert (same, grad_mode, last, sorted(names)) == (True, False, True, ["bias", "weight"])
+    assert buffer.tolist() == [1.0] * 10
 
 
 def test_futures_of_every_kind(ddp: DDP) -> None:
@@ -368,15 +365,13 @@ def test_a_sum_is_caught_and_named_on_every_rank() -> None:
         )
 
 
-def test_a_wrong_result_does_not_reach_the_gradients() -> None:
-    def rank_main(group: Group) -> None:
-        model = nn.Linear(4, 2)
-        replica = replicate(model, group=group, hook=Scripted(doubles, 1), scale_check=ScaleCheck())
-        with pytest.raises(HookError, match="the result is 2 times the mean"):
-            model(torch.ones(1, 4)).sum().backward()
-        replica.detach()
-
-    run_ranks(rank_main, 3)
+@on_ranks(3)
+def test_a_wrong_result_does_not_reach_the_gradients(group: Group) -> None:
+    model = nn.Linear(4, 2)
+    replica = replicate(model, group=group, hook=Scripted(doubles, 1), scale_check=ScaleCheck())
+    with pytest.raises(HookError, match="the result is 2 times the mean"):
+        model(torch.ones(1, 4)).sum().backward()
+    replica.detach()
 
 
 def test_it_is_done_every_so_many_steps_and_costs_three_numbers() -> None:
@@ -389,19 +384,17 @@ def test_it_is_done_every_so_many_steps_and_costs_three_numbers() -> None:
         assert sizes == [24] * 3  # one bucket in the first step, two in the third
 
 
-def test_torchs_hooks_are_checked_too() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(copy.deepcopy(SEEDED), process_group=group)
-        ddp.replica.runner.scale_check = ScaleCheck()
+@on_ranks(2)
+def test_torchs_hooks_are_checked_too(group: Group) -> None:
+    ddp = DDP(copy.deepcopy(SEEDED), process_group=group)
+    ddp.replica.runner.scale_check = ScaleCheck()
 
-        def summing(state: Any, bucket: Any) -> Any:
-            return group.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+    def summing(state: Any, bucket: Any) -> Any:
+        return group.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
 
-        ddp.register_comm_hook(None, summing)
-        with pytest.raises(HookError, match=r"hook .*summing on bucket 0 .*It looks like a sum"):
-            ddp(inputs(group.rank).abs()).sum().backward()
-
-    run_ranks(rank_main, 2)
+    ddp.register_comm_hook(None, summing)
+    with pytest.raises(HookError, match=r"hook .*summing on bucket 0 .*It looks like a sum"):
+        ddp(inputs(group.rank).abs()).sum().backward()
 
 
 def test_a_weighted_mean_is_measured_by_its_weights() -> None:

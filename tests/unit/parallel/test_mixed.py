@@ -16,6 +16,7 @@ from gradwire.groups import Group
 from gradwire.hooks.dense import mean
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
+from helpers.rank_tests import on_ranks
 
 WORLD, SMALL = 3, 0.0001
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -154,38 +155,38 @@ def test_no_sync_accumulates_in_full_precision(flags: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 @pytest.mark.parametrize("way", ["no_grad", "eval", "inference", "raises", "no backward", "failing backward"])
-def test_a_forward_without_a_synchronized_backward_leaves_full_precision(way: str, flags: dict[str, Any]) -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(made(), process_group=group, mixed_precision=config(BF16), **flags)
+@on_ranks(2)
+def test_a_forward_without_a_synchronized_backward_leaves_full_precision(
+    group: Group, way: str, flags: dict[str, Any]
+) -> None:
+    ddp = DDP(made(), process_group=group, mixed_precision=config(BF16), **flags)
 
-        def odd_forward() -> None:
-            if way == "raises":
-                with pytest.raises(RuntimeError, match="shapes"):
-                    ddp(torch.ones(5, 3))
-            elif way == "no backward":
-                ddp(inputs(group.rank))
-            elif way == "failing backward":
-                # The rank that fails first aborts the other, before or after it has failed by itself.
-                with pytest.raises((ZeroDivisionError, GroupAborted), match="division by zero"), ddp.no_sync():
-                    output = ddp(inputs(group.rank))
-                    output.register_hook(lambda _: 1 / 0)
-                    output.sum().backward()
-            else:
-                mode = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(way, contextlib.nullcontext)
-                ddp.train(way != "eval")
-                with mode():
-                    assert ddp(inputs(group.rank)).dtype == BF16
-                ddp.train()
+    def odd_forward() -> None:
+        if way == "raises":
+            with pytest.raises(RuntimeError, match="shapes"):
+                ddp(torch.ones(5, 3))
+        elif way == "no backward":
+            ddp(inputs(group.rank))
+        elif way == "failing backward":
+            # The rank that fails first aborts the other, before or after it has failed by itself.
+            with pytest.raises((ZeroDivisionError, GroupAborted), match="division by zero"), ddp.no_sync():
+                output = ddp(inputs(group.rank))
+                output.register_hook(lambda _: 1 / 0)
+                output.sum().backward()
+        else:
+            mode = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(way, contextlib.nullcontext)
+            ddp.train(way != "eval")
+            with mode():
+                assert ddp(inputs(group.rank)).dtype == BF16
+            ddp.train()
 
-        for step in range(3):
-            odd_forward()
-            assert {t.dtype for t in ddp.state_dict().values()} == {p.dtype for p in ddp.parameters()} == {FP32}
-            ddp.zero_grad()
-            expected = means(ddp.module, BF16, None, [[inputs(r, step)] for r in range(group.size)])
-            ddp(inputs(group.rank, step)).float().pow(2).sum().backward()
-            check(ddp, expected, BF16)
-
-    run_ranks(rank_main, 2)
+    for step in range(3):
+        odd_forward()
+        assert {t.dtype for t in ddp.state_dict().values()} == {p.dtype for p in ddp.parameters()} == {FP32}
+        ddp.zero_grad()
+        expected = means(ddp.module, BF16, None, [[inputs(r, step)] for r in range(group.size)])
+        ddp(inputs(group.rank, step)).float().pow(2).sum().backward()
+        check(ddp, expected, BF16)
 
 
 class Checkpointed(Model):
@@ -201,31 +202,27 @@ class Checkpointed(Model):
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "re-entrant"])
-def test_checkpoints_compute_again_in_low_precision(reentrant: bool) -> None:
-    def rank_main(group: Group) -> None:
-        model = made(Checkpointed())
-        model.reentrant = reentrant
-        ddp = DDP(model, process_group=group, mixed_precision=config(BF16, FP32))
-        for step in range(4):
-            ddp.zero_grad()
-            expected = means(made(), BF16, FP32, [[inputs(r, step)] for r in range(group.size)])
-            ddp(inputs(group.rank, step)).float().pow(2).sum().backward()
-            check(ddp, expected, FP32)
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_checkpoints_compute_again_in_low_precision(group: Group, reentrant: bool) -> None:
+    model = made(Checkpointed())
+    model.reentrant = reentrant
+    ddp = DDP(model, process_group=group, mixed_precision=config(BF16, FP32))
+    for step in range(4):
+        ddp.zero_grad()
+        expected = means(made(), BF16, FP32, [[inputs(r, step)] for r in range(group.size)])
+        ddp(inputs(group.rank, step)).float().pow(2).sum().backward()
+        check(ddp, expected, FP32)
 
 
-def test_two_forwards_and_one_backward() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(made(), process_group=group, mixed_precision=config(BF16, FP32), static_graph=True)
-        both = ddp(inputs(group.rank, 1)).float().pow(2).sum() + ddp(inputs(group.rank, 2)).float().pow(2).sum()
-        both.backward()
-        assert {t.dtype for t in ddp.state_dict().values()} == {FP32}
-        expected = means(ddp.module, BF16, FP32, [[inputs(r, 1), inputs(r, 2)] for r in range(group.size)])
-        for p, want in zip([p for p in ddp.parameters() if p.grad is not None], expected, strict=True):
-            torch.testing.assert_close(p.grad, want, rtol=2e-2, atol=2e-2)
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_two_forwards_and_one_backward(group: Group) -> None:
+    ddp = DDP(made(), process_group=group, mixed_precision=config(BF16, FP32), static_graph=True)
+    both = ddp(inputs(group.rank, 1)).float().pow(2).sum() + ddp(inputs(group.rank, 2)).float().pow(2).sum()
+    both.backward()
+    assert {t.dtype for t in ddp.state_dict().values()} == {FP32}
+    expected = means(ddp.module, BF16, FP32, [[inputs(r, 1), inputs(r, 2)] for r in range(group.size)])
+    for p, want in zip([p for p in ddp.parameters() if p.grad is not None], expected, strict=True):
+        torch.testing.assert_close(p.grad, want, rtol=2e-2, atol=2e-2)
 
 
 class Odd(nn.Module):
@@ -251,76 +248,64 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-def test_every_kind_of_parameter_and_buffer(flags: dict[str, Any]) -> None:
-    def rank_main(group: Group) -> None:
-        model = made(Odd())
-        DDP._set_params_and_buffers_to_ignore_for_model(model, ["left"])
-        ddp = DDP(model, process_group=group, mixed_precision=config(BF16, FP32, BF16), **flags)
-        before = {n: (t.dtype, t.shape) for n, t in ddp.state_dict().items()}
-        for step in range(3):
-            ddp.zero_grad()
-            ddp(inputs(group.rank, step), {"n": torch.ones(1, dtype=torch.int64)}).backward()
-            assert {n: (t.dtype, t.shape) for n, t in ddp.state_dict().items()} == before
-        kinds = model.dtypes
-        assert kinds["out.weight"] == kinds["rnn.weight_hh_l0"] == kinds["norm.running_mean"] == kinds["calls"] == BF16
-        assert kinds["left"] == FP32
-        assert kinds["phase"] == torch.complex64
-        assert kinds["norm.num_batches_tracked"] == torch.int64
-        assert model.calls.item() == 3
-        assert model.third.item() == torch.tensor(1 / 3).item()
-        assert model.norm.running_mean.abs().sum() > 0
-        assert model.tied.weight is model.out.weight
-        copy.deepcopy(model)  # the recurrent layer kept no low-precision weight
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_every_kind_of_parameter_and_buffer(group: Group, flags: dict[str, Any]) -> None:
+    model = made(Odd())
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["left"])
+    ddp = DDP(model, process_group=group, mixed_precision=config(BF16, FP32, BF16), **flags)
+    before = {n: (t.dtype, t.shape) for n, t in ddp.state_dict().items()}
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(inputs(group.rank, step), {"n": torch.ones(1, dtype=torch.int64)}).backward()
+        assert {n: (t.dtype, t.shape) for n, t in ddp.state_dict().items()} == before
+    kinds = model.dtypes
+    assert kinds["out.weight"] == kinds["rnn.weight_hh_l0"] == kinds["norm.running_mean"] == kinds["calls"] == BF16
+    assert kinds["left"] == FP32
+    assert kinds["phase"] == torch.complex64
+    assert kinds["norm.num_batches_tracked"] == torch.int64
+    assert model.calls.item() == 3
+    assert model.third.item() == torch.tensor(1 / 3).item()
+    assert model.norm.running_mean.abs().sum() > 0
+    assert model.tied.weight is model.out.weight
+    copy.deepcopy(model)  # the recurrent layer kept no low-precision weight
 
 
-def test_a_function_call_with_other_parameters_is_in_low_precision_too() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(made(), process_group=group, mixed_precision=config(BF16))
-        mine = {f"module.{n}": (2 * p).detach().requires_grad_() for n, p in ddp.module.named_parameters()}
-        with ddp.no_sync():
-            torch.func.functional_call(ddp, mine, (inputs(0),)).float().sum().backward()
-        assert ddp.module.seen == {BF16}
-        assert mine["module.first.weight"].grad.dtype == FP32
-
-    run_ranks(rank_main, 1)
+@on_ranks(1)
+def test_a_function_call_with_other_parameters_is_in_low_precision_too(group: Group) -> None:
+    ddp = DDP(made(), process_group=group, mixed_precision=config(BF16))
+    mine = {f"module.{n}": (2 * p).detach().requires_grad_() for n, p in ddp.module.named_parameters()}
+    with ddp.no_sync():
+        torch.func.functional_call(ddp, mine, (inputs(0),)).float().sum().backward()
+    assert ddp.module.seen == {BF16}
+    assert mine["module.first.weight"].grad.dtype == FP32
 
 
 @pytest.mark.parametrize("settings", [{"keep_low_precision_grads": True}, {"param": torch.int8}])
-def test_what_cannot_be_is_refused(settings: dict[str, Any]) -> None:
-    def rank_main(group: Group) -> None:
-        with pytest.raises(UsageError, match=r"mixed_precision=.*(keep_low_precision_grads|param_dtype)"):
-            DDP(made(), process_group=group, mixed_precision=config(**settings))
-
-    run_ranks(rank_main, 1)
+@on_ranks(1)
+def test_what_cannot_be_is_refused(group: Group, settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"mixed_precision=.*(keep_low_precision_grads|param_dtype)"):
+        DDP(made(), process_group=group, mixed_precision=config(**settings))
 
 
-def test_a_hook_takes_the_place_of_reduce_dtype() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(made(), process_group=group, mixed_precision=config(BF16, BF16))
-        assert repr(ddp.replica.hook) == "cast(torch.bfloat16) > mean()"
-        ddp.set_hook(mean())
-        expected = means(ddp.module, BF16, FP32, [[inputs(r)] for r in range(group.size)])
-        ddp(inputs(group.rank)).float().pow(2).sum().backward()
-        check(ddp, expected, FP32)
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_hook_takes_the_place_of_reduce_dtype(group: Group) -> None:
+    ddp = DDP(made(), process_group=group, mixed_precision=config(BF16, BF16))
+    assert repr(ddp.replica.hook) == "cast(torch.bfloat16) > mean()"
+    ddp.set_hook(mean())
+    expected = means(ddp.module, BF16, FP32, [[inputs(r)] for r in range(group.size)])
+    ddp(inputs(group.rank)).float().pow(2).sum().backward()
+    check(ddp, expected, FP32)
 
 
 @pytest.mark.parametrize("mode", ["model inside", "model outside"])
-def test_compiled(mode: str) -> None:
-    def rank_main(group: Group) -> None:
-        model: Any = made()
-        compiled = lambda m: torch.compile(m, backend="aot_eager")  # noqa: E731
-        ddp = DDP(
-            compiled(model) if mode == "model inside" else model, process_group=group, mixed_precision=config(BF16)
-        )
-        step_of: Callable[[Tensor], Tensor] = compiled(ddp) if mode == "model outside" else ddp
-        for step in range(3):
-            ddp.zero_grad()
-            expected = means(made(), BF16, None, [[inputs(r, step)] for r in range(group.size)])
-            step_of(inputs(group.rank, step)).float().pow(2).sum().backward()
-            check(ddp, expected, BF16)
-
-    run_ranks(rank_main, 1)
+@on_ranks(1)
+def test_compiled(group: Group, mode: str) -> None:
+    model: Any = made()
+    compiled = lambda m: torch.compile(m, backend="aot_eager")  # noqa: E731
+    ddp = DDP(compiled(model) if mode == "model inside" else model, process_group=group, mixed_precision=config(BF16))
+    step_of: Callable[[Tensor], Tensor] = compiled(ddp) if mode == "model outside" else ddp
+    for step in range(3):
+        ddp.zero_grad()
+        expected = means(made(), BF16, None, [[inputs(r, step)] for r in range(group.size)])
+        step_of(inputs(group.rank, step)).float().pow(2).sum().backward()
+        check(ddp, expected, BF16)

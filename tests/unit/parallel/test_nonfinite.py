@@ -38,6 +38,7 @@ from gradwire.reducer.checks import nonfinite_search
 from gradwire.testing import run_ranks
 from helpers.futures import done
 from helpers.poisoned_model import FLAGS, Model, inputs, means
+from helpers.rank_tests import on_ranks
 
 HOOKS: dict[str, Callable[[], CommHook]] = {
     "mean": mean,
@@ -57,30 +58,30 @@ def alone(model: nn.Module, rank: int, step: int, poison: float) -> dict[str, Te
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-def test_every_rank_raises_with_rank_and_parameter_and_the_next_step_is_right(flags: Any, value: float) -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE, **flags)
-        for step in range(8):
-            ddp.zero_grad()
-            bad = step in (0, 3, 4)
-            loss = ddp(inputs(group.rank, step), value if bad and group.rank == 1 else 1.0).float().pow(2).sum()
-            if bad:
-                with pytest.raises(
-                    NonFiniteGradient, match=r"on rank 1 the gradient of first\.\w+ is (NaN|infinite) at \["
-                ) as caught:
-                    loss.backward()
-                error = caught.value
-                assert (error.rank, error.origin, error.step) == (1, Origin.GRADIENT, step)
-                assert error.parameter in ("first.weight", "first.bias")
-                gradient = alone(ddp.module, 1, step, value)[error.parameter]
-                assert error.index == tuple((~gradient.isfinite()).nonzero()[0].tolist())
-            else:
+@on_ranks(3)
+def test_every_rank_raises_with_rank_and_parameter_and_the_next_step_is_right(
+    group: Group, flags: Any, value: float
+) -> None:
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE, **flags)
+    for step in range(8):
+        ddp.zero_grad()
+        bad = step in (0, 3, 4)
+        loss = ddp(inputs(group.rank, step), value if bad and group.rank == 1 else 1.0).float().pow(2).sum()
+        if bad:
+            with pytest.raises(
+                NonFiniteGradient, match=r"on rank 1 the gradient of first\.\w+ is (NaN|infinite) at \["
+            ) as caught:
                 loss.backward()
-                for p, want in zip(ddp.parameters(), means(ddp.module, group.size, step), strict=True):
-                    torch.testing.assert_close(p.grad, want, rtol=0.1, atol=0.1)
-        assert group.failure is None
-
-    run_ranks(rank_main, 3)
+            error = caught.value
+            assert (error.rank, error.origin, error.step) == (1, Origin.GRADIENT, step)
+            assert error.parameter in ("first.weight", "first.bias")
+            gradient = alone(ddp.module, 1, step, value)[error.parameter]
+            assert error.index == tuple((~gradient.isfinite()).nonzero()[0].tolist())
+        else:
+            loss.backward()
+            for p, want in zip(ddp.parameters(), means(ddp.module, group.size, step), strict=True):
+                torch.testing.assert_close(p.grad, want, rtol=0.1, atol=0.1)
+    assert group.failure is None
 
 
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
@@ -108,56 +109,52 @@ def test_every_hook(hook: Callable[[], CommHook]) -> None:
         assert a.isfinite().all()
 
 
-def test_ranks_that_do_not_average_their_gradients_raise_together() -> None:
-    def rank_main(group: Group) -> None:
-        model = Model()
-        replica = replicate(model, group=group, hook=diloco(every=2), nonfinite=NonFinite.RAISE)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        replica.attach_optimizer(optimizer)
-        for step in range(6):
-            optimizer.zero_grad()
-            loss = model(inputs(group.rank, step), math.nan if step == 2 and group.rank == 0 else 1.0).pow(2).sum()
-            if step == 2:
-                with pytest.raises(NonFiniteGradient, match="on rank 0"):
-                    loss.backward()
-            else:
+@on_ranks(2)
+def test_ranks_that_do_not_average_their_gradients_raise_together(group: Group) -> None:
+    model = Model()
+    replica = replicate(model, group=group, hook=diloco(every=2), nonfinite=NonFinite.RAISE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    replica.attach_optimizer(optimizer)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(inputs(group.rank, step), math.nan if step == 2 and group.rank == 0 else 1.0).pow(2).sum()
+        if step == 2:
+            with pytest.raises(NonFiniteGradient, match="on rank 0"):
                 loss.backward()
-                optimizer.step()
-        replica.average_parameters()
-        replica.detach()
-
-    run_ranks(rank_main, 2)
-
-
-@pytest.mark.parametrize("gradients", Gradients, ids=lambda g: g.value)
-def test_a_gradient_that_float16_cannot_hold_is_an_overflow_on_its_rank(on_host: bool, gradients: Gradients) -> None:
-    def rank_main(group: Group) -> None:
-        model = Model()
-        hook = chain(cast(torch.float16), mean())
-        replica = replicate(model, group=group, hook=hook, nonfinite=NonFinite.RAISE, gradients=gradients)
-        for _ in range(2):
-            model.zero_grad(set_to_none=False)
-            with pytest.raises(NonFiniteGradient, match=r"too large for the dtype .* cast\(torch.float16\)") as caught:
-                model(inputs(group.rank), 1e7 if group.rank == 1 else 1.0).sum().backward()
-            assert (caught.value.rank, caught.value.origin) == (1, Origin.OVERFLOW)
-            assert caught.value.parameter in ("first.weight", "first.bias")
-        replica.detach()
-
-    run_ranks(rank_main, 3)
+        else:
+            loss.backward()
+            optimizer.step()
+    replica.average_parameters()
+    replica.detach()
 
 
 @pytest.mark.parametrize("gradients", Gradients, ids=lambda g: g.value)
-def test_a_sum_that_overflows_is_nobodys_gradient(gradients: Gradients) -> None:
-    def rank_main(group: Group) -> None:
-        model = nn.Linear(2, 2, bias=False)
-        replica = replicate(model, group=group, nonfinite=NonFinite.RAISE, gradients=gradients)
-        with pytest.raises(NonFiniteGradient, match="finite on every rank, but their average is not, at") as caught:
-            (model(torch.ones(1, 2))[0, 1] * 3e38).backward()
-        error = caught.value
-        assert (error.rank, error.origin, error.parameter, error.index) == (None, Origin.OVERFLOW, "weight", (1, 0))
-        replica.detach()
+@on_ranks(3)
+def test_a_gradient_that_float16_cannot_hold_is_an_overflow_on_its_rank(
+    group: Group, on_host: bool, gradients: Gradients
+) -> None:
+    model = Model()
+    hook = chain(cast(torch.float16), mean())
+    replica = replicate(model, group=group, hook=hook, nonfinite=NonFinite.RAISE, gradients=gradients)
+    for _ in range(2):
+        model.zero_grad(set_to_none=False)
+        with pytest.raises(NonFiniteGradient, match=r"too large for the dtype .* cast\(torch.float16\)") as caught:
+            model(inputs(group.rank), 1e7 if group.rank == 1 else 1.0).sum().backward()
+        assert (caught.value.rank, caught.value.origin) == (1, Origin.OVERFLOW)
+        assert caught.value.parameter in ("first.weight", "first.bias")
+    replica.detach()
 
-    run_ranks(rank_main, 2)
+
+@pytest.mark.parametrize("gradients", Gradients, ids=lambda g: g.value)
+@on_ranks(2)
+def test_a_sum_that_overflows_is_nobodys_gradient(group: Group, gradients: Gradients) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    replica = replicate(model, group=group, nonfinite=NonFinite.RAISE, gradients=gradients)
+    with pytest.raises(NonFiniteGradient, match="finite on every rank, but their average is not, at") as caught:
+        (model(torch.ones(1, 2))[0, 1] * 3e38).backward()
+    error = caught.value
+    assert (error.rank, error.origin, error.parameter, error.index) == (None, Origin.OVERFLOW, "weight", (1, 0))
+    replica.detach()
 
 
 class _Broken(CommHook):
@@ -176,20 +173,20 @@ class _Broken(CommHook):
 
 @pytest.mark.parametrize("gradients", Gradients, ids=lambda g: g.value)
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (1,)], ids=["everywhere", "on one rank"])
-def test_what_a_hook_makes_of_finite_gradients_is_the_hooks(ranks: tuple[int, ...], gradients: Gradients) -> None:
-    def rank_main(group: Group) -> None:
-        model = nn.Linear(2, 2, bias=False)
-        replica = replicate(model, group=group, hook=_Broken(*ranks), nonfinite=NonFinite.RAISE, gradients=gradients)
-        for _ in range(2):
-            with pytest.raises(NonFiniteGradient, match="the result of the hook _Broken.* is infinite") as caught:
-                model(torch.ones(1, 2)).sum().backward()
-            error = caught.value
-            assert (error.origin, error.parameter, error.index) == (Origin.HOOK, "weight", (0, 1))
-            assert error.rank == (None if len(ranks) == 3 else 1)
-        assert group.failure is None
-        replica.detach()
-
-    run_ranks(rank_main, 3)
+@on_ranks(3)
+def test_what_a_hook_makes_of_finite_gradients_is_the_hooks(
+    group: Group, ranks: tuple[int, ...], gradients: Gradients
+) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    replica = replicate(model, group=group, hook=_Broken(*ranks), nonfinite=NonFinite.RAISE, gradients=gradients)
+    for _ in range(2):
+        with pytest.raises(NonFiniteGradient, match="the result of the hook _Broken.* is infinite") as caught:
+            model(torch.ones(1, 2)).sum().backward()
+        error = caught.value
+        assert (error.origin, error.parameter, error.index) == (Origin.HOOK, "weight", (0, 1))
+        assert error.rank == (None if len(ranks) == 3 else 1)
+    assert group.failure is None
+    replica.detach()
 
 
 def test_a_hook_written_for_torch() -> None:
@@ -215,15 +212,13 @@ class _Hides(CommHook):
         return Reduced(value, grad)
 
 
-def test_what_a_hook_hides_is_found() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
-        ddp.set_hook(_Hides())
-        with pytest.raises(NonFiniteGradient) as caught:
-            ddp(inputs(group.rank), math.nan if group.rank == 1 else 1.0).sum().backward()
-        assert (caught.value.rank, caught.value.origin) == (1, Origin.GRADIENT)
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_what_a_hook_hides_is_found(group: Group) -> None:
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
+    ddp.set_hook(_Hides())
+    with pytest.raises(NonFiniteGradient) as caught:
+        ddp(inputs(group.rank), math.nan if group.rank == 1 else 1.0).sum().backward()
+    assert (caught.value.rank, caught.value.origin) == (1, Origin.GRADIENT)
 
 
 def test_several_ranks_and_parameters_are_counted() -> None:
@@ -297,12 +292,10 @@ def test_any_element_of_any_parameter_on_any_rank(on_host: bool, data: st.DataOb
     run_ranks(rank_main, n)
 
 
-def test_huge_but_finite_gradients_pass() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(nn.Linear(4, 4, bias=False), process_group=group, nonfinite=NonFinite.RAISE)
-        (ddp(torch.ones(1, 4)).sum() * 2e38).backward()  # their sum is infinite
-
-    run_ranks(rank_main, 1)
+@on_ranks(1)
+def test_huge_but_finite_gradients_pass(group: Group) -> None:
+    ddp = DDP(nn.Linear(4, 4, bias=False), process_group=group, nonfinite=NonFinite.RAISE)
+    (ddp(torch.ones(1, 4)).sum() * 2e38).backward()  # their sum is infinite
 
 
 def test_sparse_gradients(on_host: bool) -> None:
@@ -322,23 +315,21 @@ def test_sparse_gradients(on_host: bool) -> None:
     run_ranks(rank_main, 2)
 
 
-def test_it_costs_no_collective_with_a_hook_that_passes_nan_on_and_one_with_any_other() -> None:
-    def rank_main(group: Group) -> None:
-        hooks = (mean(), NonFinite.PASS, 1), (mean(), NonFinite.RAISE, 1), (_Hides(), NonFinite.RAISE, 2)
-        for hook, policy, count in hooks:
-            recorded = Recording(group)
-            model = Model()
-            replica = replicate(model, group=recorded, hook=hook, nonfinite=policy)
-            for _ in range(3):
-                model.zero_grad()
-                model(inputs(group.rank)).sum().backward()
-            before = len(recorded.submitted)
+@on_ranks(2)
+def test_it_costs_no_collective_with_a_hook_that_passes_nan_on_and_one_with_any_other(group: Group) -> None:
+    hooks = (mean(), NonFinite.PASS, 1), (mean(), NonFinite.RAISE, 1), (_Hides(), NonFinite.RAISE, 2)
+    for hook, policy, count in hooks:
+        recorded = Recording(group)
+        model = Model()
+        replica = replicate(model, group=recorded, hook=hook, nonfinite=policy)
+        for _ in range(3):
             model.zero_grad()
             model(inputs(group.rank)).sum().backward()
-            assert len(recorded.submitted) - before == count
-            replica.detach()
-
-    run_ranks(rank_main, 2)
+        before = len(recorded.submitted)
+        model.zero_grad()
+        model(inputs(group.rank)).sum().backward()
+        assert len(recorded.submitted) - before == count
+        replica.detach()
 
 
 @pytest.mark.parametrize("name", ["ddp.md", "silent-errors.md"])

@@ -29,9 +29,9 @@ from gradwire.policies import BucketMemory, Buckets, Gradients, NonFinite
 from gradwire.reducer.checks.late import LateCheck
 from gradwire.reducer.checks.nonfinite import NonFiniteChecked
 from gradwire.reducer.checks.nonfinite_search import NonFiniteKind
-from gradwire.testing import run_ranks
 from helpers.late_checks import all_finite, attached, checked_model, fused, step, train_step, train_until
 from helpers.poisoned_model import FLAGS, Model, Scale, means
+from helpers.rank_tests import on_ranks
 from helpers.recorded_warnings import recorded_warnings
 
 pytestmark = pytest.mark.usefixtures("emulate_device")
@@ -40,59 +40,54 @@ pytestmark = pytest.mark.usefixtures("emulate_device")
 @pytest.mark.parametrize("keep", [False, True], ids=["set_to_none", "kept"])
 @pytest.mark.parametrize("value", [math.nan, -math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-def test_the_next_backward_raises_with_rank_and_parameter(flags: Any, value: float, keep: bool) -> None:
-    def rank_main(group: Group) -> None:
-        ddp, optimizer = checked_model(group, NonFinite.RAISE, **flags)
-        for number in range(9):
-            optimizer.zero_grad(set_to_none=not keep)
-            before = [p.detach().clone() for p in ddp.parameters()]
-            if number == 4:  # after the bad one
-                with pytest.raises(NonFiniteGradient, match="The optimizer has not used it") as caught:
-                    step(ddp, group.rank, number)
-                error = caught.value
-                assert (error.rank, error.origin, error.step) == (1, Origin.GRADIENT, 3)
-                assert error.parameter in ("first.weight", "first.bias")
-                assert error.index is None  # the gradients are gone
-                continue
-            step(ddp, group.rank, number, value if number == 3 and group.rank == 1 else 1.0)
-            if number != 3:
-                for p, want in zip(ddp.parameters(), means(ddp.module, group.size, number), strict=True):
-                    torch.testing.assert_close(p.grad, want, rtol=0.1, atol=0.1)
-            optimizer.step()
-            moved = any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
-            assert moved == (number != 3)
-        assert group.failure is None
-
-    run_ranks(rank_main, 3)
+@on_ranks(3)
+def test_the_next_backward_raises_with_rank_and_parameter(group: Group, flags: Any, value: float, keep: bool) -> None:
+    ddp, optimizer = checked_model(group, NonFinite.RAISE, **flags)
+    for number in range(9):
+        optimizer.zero_grad(set_to_none=not keep)
+        before = [p.detach().clone() for p in ddp.parameters()]
+        if number == 4:  # after the bad one
+            with pytest.raises(NonFiniteGradient, match="The optimizer has not used it") as caught:
+                step(ddp, group.rank, number)
+            error = caught.value
+            assert (error.rank, error.origin, error.step) == (1, Origin.GRADIENT, 3)
+            assert error.parameter in ("first.weight", "first.bias")
+            assert error.index is None  # the gradients are gone
+            continue
+        step(ddp, group.rank, number, value if number == 3 and group.rank == 1 else 1.0)
+        if number != 3:
+            for p, want in zip(ddp.parameters(), means(ddp.module, group.size, number), strict=True):
+                torch.testing.assert_close(p.grad, want, rtol=0.1, atol=0.1)
+        optimizer.step()
+        moved = any(not torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+        assert moved == (number != 3)
+    assert group.failure is None
 
 
 @pytest.mark.parametrize("gradients", Gradients, ids=lambda g: g.value)
-def test_overflows(gradients: Gradients) -> None:
+@on_ranks(2)
+def test_overflows(group: Group, gradients: Gradients) -> None:
     """Of one rank's gradient in float16, and of a sum that no rank's gradient explains."""
-
-    def rank_main(group: Group) -> None:
-        for hook, scale, ranks, rank in (
-            (chain(cast(torch.float16), mean()), 1e9, (1,), 1),
-            (mean(), 3e38, (0, 1), None),
-        ):
-            model = nn.Linear(1, 1, bias=False)
-            replica = replicate(model, group=group, hook=hook, nonfinite=NonFinite.RAISE, gradients=gradients)
-            optimizer = attached(replica, fused(model, torch.optim.SGD))
-            for number in range(3):
-                optimizer.zero_grad()
-                bad = number == 1 and group.rank in ranks
-                loss = model(torch.full((1, 1), scale if bad else 1.0)).sum()
-                if number == 2:
-                    with pytest.raises(NonFiniteGradient) as caught:
-                        loss.backward()
-                    assert (caught.value.rank, caught.value.origin) == (rank, Origin.OVERFLOW)
-                    assert (caught.value.parameter, caught.value.index) == ("weight", None)
-                else:
+    for hook, scale, ranks, rank in (
+        (chain(cast(torch.float16), mean()), 1e9, (1,), 1),
+        (mean(), 3e38, (0, 1), None),
+    ):
+        model = nn.Linear(1, 1, bias=False)
+        replica = replicate(model, group=group, hook=hook, nonfinite=NonFinite.RAISE, gradients=gradients)
+        optimizer = attached(replica, fused(model, torch.optim.SGD))
+        for number in range(3):
+            optimizer.zero_grad()
+            bad = number == 1 and group.rank in ranks
+            loss = model(torch.full((1, 1), scale if bad else 1.0)).sum()
+            if number == 2:
+                with pytest.raises(NonFiniteGradient) as caught:
                     loss.backward()
-                    optimizer.step()
-            replica.detach()
-
-    run_ranks(rank_main, 2)
+                assert (caught.value.rank, caught.value.origin) == (rank, Origin.OVERFLOW)
+                assert (caught.value.parameter, caught.value.index) == ("weight", None)
+            else:
+                loss.backward()
+                optimizer.step()
+        replica.detach()
 
 
 def test_recorded_gradients_need_no_optimizer(tmp_path: Path) -> None:
@@ -109,73 +104,66 @@ def test_recorded_gradients_need_no_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", [NonFinite.RAISE, NonFinite.SKIP])
-def test_the_last_step_is_reported_by_finish_checks(policy: NonFinite) -> None:
-    def rank_main(group: Group) -> None:
-        ddp, optimizer = checked_model(group, policy)
-        ddp.finish_checks()
-        for number in range(3):
-            optimizer.zero_grad()
-            step(ddp, group.rank, number, math.nan if number == 2 and group.rank == 0 else 1.0)
-            if number < 2:
-                optimizer.step()
-        if policy is NonFinite.RAISE:
-            with pytest.raises(NonFiniteGradient) as caught:
-                ddp.finish_checks()
-            assert (caught.value.rank, caught.value.step) == (0, 2)
-        elif group.rank == 0:
-            with pytest.warns(RuntimeWarning, match="step 2: on rank 0"):
-                ddp.finish_checks()
-        else:
+@on_ranks(2)
+def test_the_last_step_is_reported_by_finish_checks(group: Group, policy: NonFinite) -> None:
+    ddp, optimizer = checked_model(group, policy)
+    ddp.finish_checks()
+    for number in range(3):
+        optimizer.zero_grad()
+        step(ddp, group.rank, number, math.nan if number == 2 and group.rank == 0 else 1.0)
+        if number < 2:
+            optimizer.step()
+    if policy is NonFinite.RAISE:
+        with pytest.raises(NonFiniteGradient) as caught:
             ddp.finish_checks()
-        optimizer.step()  # which the flag still reaches
-        assert all(bool(p.isfinite().all()) for p in ddp.parameters())
-        train_step(ddp, optimizer, group.rank, 3)
+        assert (caught.value.rank, caught.value.step) == (0, 2)
+    elif group.rank == 0:
+        with pytest.warns(RuntimeWarning, match="step 2: on rank 0"):
+            ddp.finish_checks()
+    else:
         ddp.finish_checks()
+    optimizer.step()  # which the flag still reaches
+    assert all(bool(p.isfinite().all()) for p in ddp.parameters())
+    train_step(ddp, optimizer, group.rank, 3)
+    ddp.finish_checks()
 
-    run_ranks(rank_main, 2)
 
-
-def test_a_hook_that_may_hide_a_nan_is_waited_for() -> None:
-    def rank_main(group: Group) -> None:
-        model = Model()
-        hook = chain(error_feedback(), top_k(ratio=0.5))
-        replica = replicate(model, group=group, hook=hook, nonfinite=NonFinite.RAISE)
-        optimizer = attached(replica, fused(model))
-        for number in range(3):
-            model.zero_grad()
-            if number == 2:
-                with pytest.raises(NonFiniteGradient, match="No average was written"):
-                    step(model, group.rank, number, math.nan if group.rank else 1.0)
-            else:
-                step(model, group.rank, number)
-                optimizer.step()
-        replica.detach()
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_hook_that_may_hide_a_nan_is_waited_for(group: Group) -> None:
+    model = Model()
+    hook = chain(error_feedback(), top_k(ratio=0.5))
+    replica = replicate(model, group=group, hook=hook, nonfinite=NonFinite.RAISE)
+    optimizer = attached(replica, fused(model))
+    for number in range(3):
+        model.zero_grad()
+        if number == 2:
+            with pytest.raises(NonFiniteGradient, match="No average was written"):
+                step(model, group.rank, number, math.nan if group.rank else 1.0)
+        else:
+            step(model, group.rank, number)
+            optimizer.step()
+    replica.detach()
 
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 @pytest.mark.filterwarnings("ignore:averaging gradients")
-def test_a_loop_that_does_not_zero_gradients_goes_on_after_a_skipped_step(flags: Any) -> None:
+@on_ranks(2)
+def test_a_loop_that_does_not_zero_gradients_goes_on_after_a_skipped_step(group: Group, flags: Any) -> None:
     """NaN stays in `.grad` until the host reads the flag, one step later: that step is lost too, and no other."""
-
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP, **flags)
-        optimizer = attached(ddp, fused(ddp, torch.optim.SGD))
-        skipped = []
-        for number in range(8):
-            before = [p.detach().clone() for p in ddp.parameters()]
-            step(ddp, group.rank, number, math.nan if number == 3 and group.rank == 1 else 1.0)
-            optimizer.step()
-            if all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)):
-                skipped.append(number)
-            else:
-                optimizer.zero_grad()
-        assert skipped == [3, 4]
-        assert ddp.skipped_steps == 2
-        assert all_finite(ddp)
-
-    run_ranks(rank_main, 2)
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.SKIP, **flags)
+    optimizer = attached(ddp, fused(ddp, torch.optim.SGD))
+    skipped = []
+    for number in range(8):
+        before = [p.detach().clone() for p in ddp.parameters()]
+        step(ddp, group.rank, number, math.nan if number == 3 and group.rank == 1 else 1.0)
+        optimizer.step()
+        if all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)):
+            skipped.append(number)
+        else:
+            optimizer.zero_grad()
+    assert skipped == [3, 4]
+    assert ddp.skipped_steps == 2
+    assert all_finite(ddp)
 
 
 @pytest.mark.parametrize("how", ["set_hook", "load_hook_state_dict"])
@@ -259,21 +247,19 @@ def test_a_pending_result_keeps_no_bucket(group: Group) -> None:
     replica.detach()
 
 
-def test_a_healthy_step_costs_no_collective() -> None:
-    def rank_main(group: Group) -> None:
-        counted = Recording(group)
-        ddp = DDP(Model(), process_group=counted, nonfinite=NonFinite.RAISE)
-        optimizer = attached(ddp, fused(ddp))
-        counts = []
-        for number in range(5):
-            optimizer.zero_grad()
-            before = len(counted.submitted)
-            step(ddp, group.rank, number)
-            optimizer.step()
-            counts.append(len(counted.submitted) - before)
-        assert set(counts[2:]) == {1}
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_healthy_step_costs_no_collective(group: Group) -> None:
+    counted = Recording(group)
+    ddp = DDP(Model(), process_group=counted, nonfinite=NonFinite.RAISE)
+    optimizer = attached(ddp, fused(ddp))
+    counts = []
+    for number in range(5):
+        optimizer.zero_grad()
+        before = len(counted.submitted)
+        step(ddp, group.rank, number)
+        optimizer.step()
+        counts.append(len(counted.submitted) - before)
+    assert set(counts[2:]) == {1}
 
 
 def test_a_model_dropped_with_a_result_pending_is_freed_at_once(group: Group) -> None:

@@ -20,6 +20,7 @@ from gradwire.reducer.checks import late as late_checks
 from gradwire.testing import run_ranks
 from helpers.late_checks import all_finite, attached, checked_model, fused, step, train_step, train_until
 from helpers.poisoned_model import FLAGS, Model, inputs
+from helpers.rank_tests import on_ranks
 
 pytestmark = pytest.mark.usefixtures("emulate_device")
 
@@ -70,41 +71,36 @@ WAITS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("make", WAITS.values(), ids=WAITS)
-def test_without_an_optimizer_that_can_skip_the_same_backward_raises(make: Any) -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
-        optimizer = make(ddp, list(ddp.parameters()))
-        for number in range(4):
-            ddp.zero_grad()
-            if number == 2:
-                with pytest.raises(NonFiniteGradient, match="No average was written"):
-                    step(ddp, group.rank, number, math.nan)
-            else:
-                step(ddp, group.rank, number)
-                if optimizer is not None:
-                    optimizer.step()
-
-    run_ranks(rank_main, 2)
-
-
-def test_a_step_that_the_attached_optimizer_may_not_make_is_waited_for() -> None:
-    """In the first step, and if it has not stepped since the last one: another may have taken its place."""
-
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
-        optimizer = attached(ddp, fused(ddp, torch.optim.SGD, momentum=0.9))
-        with pytest.raises(NonFiniteGradient, match="No average was written"):
-            step(ddp, group.rank, 0, math.nan)
-        for number in range(3):
-            ddp.zero_grad()
-            step(ddp, group.rank, number)
-            if number < 2:
-                optimizer.step()
+@on_ranks(2)
+def test_without_an_optimizer_that_can_skip_the_same_backward_raises(group: Group, make: Any) -> None:
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
+    optimizer = make(ddp, list(ddp.parameters()))
+    for number in range(4):
         ddp.zero_grad()
-        with pytest.raises(NonFiniteGradient, match="No average was written"):
-            step(ddp, group.rank, 3, math.nan)
+        if number == 2:
+            with pytest.raises(NonFiniteGradient, match="No average was written"):
+                step(ddp, group.rank, number, math.nan)
+        else:
+            step(ddp, group.rank, number)
+            if optimizer is not None:
+                optimizer.step()
 
-    run_ranks(rank_main, 2)
+
+@on_ranks(2)
+def test_a_step_that_the_attached_optimizer_may_not_make_is_waited_for(group: Group) -> None:
+    """In the first step, and if it has not stepped since the last one: another may have taken its place."""
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
+    optimizer = attached(ddp, fused(ddp, torch.optim.SGD, momentum=0.9))
+    with pytest.raises(NonFiniteGradient, match="No average was written"):
+        step(ddp, group.rank, 0, math.nan)
+    for number in range(3):
+        ddp.zero_grad()
+        step(ddp, group.rank, number)
+        if number < 2:
+            optimizer.step()
+    ddp.zero_grad()
+    with pytest.raises(NonFiniteGradient, match="No average was written"):
+        step(ddp, group.rank, 3, math.nan)
 
 
 def test_with_a_grad_scaler_either_skips_the_step(group: Group) -> None:

@@ -14,28 +14,26 @@ from gradwire.testing import run_ranks
 from helpers.backward_calls import fail_in_backward
 from helpers.late_checks import all_finite, attached, checked_model, fused, step, train_step
 from helpers.poisoned_model import Model, inputs
+from helpers.rank_tests import on_ranks
 
 pytestmark = pytest.mark.usefixtures("emulate_device")
 
 
-def test_after_a_step_that_has_failed_nothing_is_left_of_it() -> None:
+@on_ranks(2)
+def test_after_a_step_that_has_failed_nothing_is_left_of_it(group: Group) -> None:
     """A recovery drops the result that was pending, on all ranks, and what the failed step had found."""
-
-    def rank_main(group: Group) -> None:
-        ddp, optimizer = checked_model(group, NonFinite.RAISE, bucket_cap_mb=0.0001)
-        for number in range(3):
-            train_step(ddp, optimizer, group.rank, number)
-        optimizer.zero_grad()
-        with pytest.raises((RuntimeError, GroupAborted)):  # in the forward, if the other rank has failed before it
-            loss = ddp(inputs(group.rank, 3), math.nan).sum()
-            if group.rank == 1:
-                loss = fail_in_backward(loss, RuntimeError("no"))
-            (loss + 0 * sum(p.sum() for p in ddp.parameters() if p.numel())).backward()
-        for number in range(4, 8):
-            train_step(ddp, optimizer, group.rank, number)
-        ddp.finish_checks()
-
-    run_ranks(rank_main, 2)
+    ddp, optimizer = checked_model(group, NonFinite.RAISE, bucket_cap_mb=0.0001)
+    for number in range(3):
+        train_step(ddp, optimizer, group.rank, number)
+    optimizer.zero_grad()
+    with pytest.raises((RuntimeError, GroupAborted)):  # in the forward, if the other rank has failed before it
+        loss = ddp(inputs(group.rank, 3), math.nan).sum()
+        if group.rank == 1:
+            loss = fail_in_backward(loss, RuntimeError("no"))
+        (loss + 0 * sum(p.sum() for p in ddp.parameters() if p.numel())).backward()
+    for number in range(4, 8):
+        train_step(ddp, optimizer, group.rank, number)
+    ddp.finish_checks()
 
 
 def test_ranks_with_uneven_inputs_wait() -> None:
@@ -77,22 +75,20 @@ def test_a_rank_without_any_inputs(first: int) -> None:
         run_ranks(rank_main, 2)
 
 
-def test_an_optimizer_attached_on_one_rank_only_is_waited_for() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
-        optimizer = fused(ddp)
-        if group.rank == 0:
-            ddp.attach_optimizer(optimizer)
-        for number in range(6):
-            optimizer.zero_grad()
-            if number == 4:
-                with pytest.raises(NonFiniteGradient, match="No average was written"):
-                    step(ddp, group.rank, number, math.nan)
-            else:
-                step(ddp, group.rank, number)
-                optimizer.step()
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_an_optimizer_attached_on_one_rank_only_is_waited_for(group: Group) -> None:
+    ddp = DDP(Model(), process_group=group, nonfinite=NonFinite.RAISE)
+    optimizer = fused(ddp)
+    if group.rank == 0:
+        ddp.attach_optimizer(optimizer)
+    for number in range(6):
+        optimizer.zero_grad()
+        if number == 4:
+            with pytest.raises(NonFiniteGradient, match="No average was written"):
+                step(ddp, group.rank, number, math.nan)
+        else:
+            step(ddp, group.rank, number)
+            optimizer.step()
 
 
 def test_an_optimizer_attached_in_the_middle_of_training(group: Group) -> None:
@@ -134,29 +130,26 @@ def test_after_join_ranks_begin_again() -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_a_group_with_a_new_rank_begins_again(bad: int) -> None:
+@on_ranks(2)
+def test_a_group_with_a_new_rank_begins_again(group: Group, bad: int) -> None:
     """A rank that has made no step yet waits; the others must wait with it, and read together from the next step on."""
-
-    def rank_main(group: Group) -> None:
-        model = Model()
-        for p in model.parameters():
-            p.data.fill_(0.01)
-        (alone,) = ThreadGroup.world(1)
-        replica = replicate(model, group=alone, nonfinite=NonFinite.RAISE)
-        optimizer = attached(replica, fused(model))
-        for number in range(3 if group.rank == 0 else 0):
-            train_step(model, optimizer, 0, number)
-        replica.move_to_group(group)
-        for number in range(4):
-            optimizer.zero_grad()
-            poison = math.nan if number == bad and group.rank == 1 else 1.0
-            if number == bad + (bad > 0):
-                with pytest.raises(NonFiniteGradient) as caught:
-                    step(model, group.rank, number, poison)
-                assert caught.value.rank == 1
-            else:
+    model = Model()
+    for p in model.parameters():
+        p.data.fill_(0.01)
+    (alone,) = ThreadGroup.world(1)
+    replica = replicate(model, group=alone, nonfinite=NonFinite.RAISE)
+    optimizer = attached(replica, fused(model))
+    for number in range(3 if group.rank == 0 else 0):
+        train_step(model, optimizer, 0, number)
+    replica.move_to_group(group)
+    for number in range(4):
+        optimizer.zero_grad()
+        poison = math.nan if number == bad and group.rank == 1 else 1.0
+        if number == bad + (bad > 0):
+            with pytest.raises(NonFiniteGradient) as caught:
                 step(model, group.rank, number, poison)
-                optimizer.step()
-        replica.detach()
-
-    run_ranks(rank_main, 2)
+            assert caught.value.rank == 1
+        else:
+            step(model, group.rank, number, poison)
+            optimizer.step()
+    replica.detach()

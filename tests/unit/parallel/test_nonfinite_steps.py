@@ -21,6 +21,7 @@ from gradwire.policies import NonFinite, ScaleCheck
 from gradwire.recorder.format import RecordKind
 from gradwire.testing import run_ranks
 from helpers.poisoned_model import FLAGS, Model, inputs, means
+from helpers.rank_tests import on_ranks
 from helpers.recorded_warnings import recorded_warnings
 
 
@@ -134,17 +135,15 @@ def test_a_skipped_step_does_not_part_a_hook_that_moves_parameters_from_what_is_
 
 
 @pytest.mark.filterwarnings("ignore:averaging gradients in step 1")
-def test_a_gradient_that_is_not_finite_is_not_a_wrong_scale() -> None:
-    def rank_main(group: Group) -> None:
-        model = Model()
-        replica = replicate(model, group=group, nonfinite=NonFinite.RECORD, scale_check=ScaleCheck())
-        for step in range(3):
-            model.zero_grad()
-            model(inputs(group.rank), math.nan if step == 1 and group.rank == 1 else 1.0).sum().backward()
-            assert bool(model.first.weight.grad.isfinite().all()) == (step != 1)
-        replica.detach()
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_gradient_that_is_not_finite_is_not_a_wrong_scale(group: Group) -> None:
+    model = Model()
+    replica = replicate(model, group=group, nonfinite=NonFinite.RECORD, scale_check=ScaleCheck())
+    for step in range(3):
+        model.zero_grad()
+        model(inputs(group.rank), math.nan if step == 1 and group.rank == 1 else 1.0).sum().backward()
+        assert bool(model.first.weight.grad.isfinite().all()) == (step != 1)
+    replica.detach()
 
 
 @pytest.mark.filterwarnings("ignore:averaging gradients")
@@ -207,28 +206,25 @@ def test_an_optimizer_that_has_stepped_in_backward_cannot_skip() -> None:
 
 @pytest.mark.filterwarnings("ignore:averaging gradients")
 @pytest.mark.parametrize("policy", [NonFinite.SKIP, NonFinite.RAISE])
-def test_a_rank_without_inputs_takes_part(policy: NonFinite) -> None:
+@on_ranks(2)
+def test_a_rank_without_inputs_takes_part(group: Group, policy: NonFinite) -> None:
     """Its own gradients are left from its last step, and nobody's concern."""
+    ddp = DDP(Model(), process_group=group, nonfinite=policy)
 
-    def rank_main(group: Group) -> None:
-        ddp = DDP(Model(), process_group=group, nonfinite=policy)
+    def train() -> None:
+        with ddp.join():
+            for step in range(4 if group.rank == 1 else 2):
+                ddp.zero_grad()
+                ddp(inputs(group.rank, step), math.nan if step == 3 else 1.0).sum().backward()
+                if group.rank == 0 and step == 1:
+                    ddp.module.first.weight.grad.fill_(math.nan)
 
-        def train() -> None:
-            with ddp.join():
-                for step in range(4 if group.rank == 1 else 2):
-                    ddp.zero_grad()
-                    ddp(inputs(group.rank, step), math.nan if step == 3 else 1.0).sum().backward()
-                    if group.rank == 0 and step == 1:
-                        ddp.module.first.weight.grad.fill_(math.nan)
-
-        if policy is NonFinite.SKIP:
-            train()
-            return
-        with pytest.raises(NonFiniteGradient) as caught:
-            train()
-        assert (caught.value.rank, caught.value.origin) == (1, Origin.GRADIENT)
-
-    run_ranks(rank_main, 2)
+    if policy is NonFinite.SKIP:
+        train()
+        return
+    with pytest.raises(NonFiniteGradient) as caught:
+        train()
+    assert (caught.value.rank, caught.value.origin) == (1, Origin.GRADIENT)
 
 
 def test_skipped_steps_are_counted_and_many_in_a_row_are_shown() -> None:

@@ -15,6 +15,7 @@ from gradwire.errors import CompiledAutograd, GroupAborted
 from gradwire.groups import Group
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
+from helpers.rank_tests import on_ranks
 
 FLAGS: list[dict[str, Any]] = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
 
@@ -86,17 +87,15 @@ class ReturnsItsScale(nn.Module):
         return self.layer(x) * self.scale, self.scale, x
 
 
-def test_a_model_that_returns_a_parameter_gathers_no_hooks() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(ReturnsItsScale(), process_group=group)
-        x = torch.ones(1, 2, requires_grad=True)
-        for _ in range(40):
-            ddp.zero_grad()
-            ddp(x)[0].sum().backward()
-        for leaf in (ddp.module.scale, x):
-            assert len(leaf._backward_hooks or ()) <= 1
-
-    run_ranks(rank_main, 1)
+@on_ranks(1)
+def test_a_model_that_returns_a_parameter_gathers_no_hooks(group: Group) -> None:
+    ddp = DDP(ReturnsItsScale(), process_group=group)
+    x = torch.ones(1, 2, requires_grad=True)
+    for _ in range(40):
+        ddp.zero_grad()
+        ddp(x)[0].sum().backward()
+    for leaf in (ddp.module.scale, x):
+        assert len(leaf._backward_hooks or ()) <= 1
 
 
 @pytest.mark.filterwarnings("error")

@@ -22,6 +22,7 @@ from gradwire.testing import run_ranks
 from helpers.buckets import TorchBucket
 from helpers.models import descend
 from helpers.outer_training import NET, flat, loss_on, train
+from helpers.rank_tests import on_ranks
 from helpers.through_file import through_file
 
 HOOKS: dict[str, hooks.CommHook] = {
@@ -89,25 +90,23 @@ def test_local_sgd_in_every_step_is_averaging_gradients() -> None:
             torch.testing.assert_close(other, dense)
 
 
-def test_the_wire_carries_parameters_when_it_is_time_and_nothing_else() -> None:
-    def rank_main(group: Group) -> None:
-        numel = flat(NET).numel()
-        for hook, expected in (
-            (local_sgd(every=4), [(numel, "float32")] * 2),
-            (diloco(every=8, hook=chain(cast(torch.bfloat16), mean())), [(numel, "bfloat16")]),
-            (local_sgd(every=9), []),
-        ):
-            recorded, before = Recording(group), 0
+@on_ranks(2)
+def test_the_wire_carries_parameters_when_it_is_time_and_nothing_else(group: Group) -> None:
+    numel = flat(NET).numel()
+    for hook, expected in (
+        (local_sgd(every=4), [(numel, "float32")] * 2),
+        (diloco(every=8, hook=chain(cast(torch.bfloat16), mean())), [(numel, "bfloat16")]),
+        (local_sgd(every=9), []),
+    ):
+        recorded, before = Recording(group), 0
 
-            def ready(*_: Any, recorded: Recording = recorded) -> None:
-                nonlocal before
-                before = len(recorded.submitted)
+        def ready(*_: Any, recorded: Recording = recorded) -> None:
+            nonlocal before
+            before = len(recorded.submitted)
 
-            train(recorded, hook, 8, ready=ready)
-            ops = [op for op in recorded.submitted[before:] if op.label != "bucket order"]
-            assert [(op.shapes[0][0], op.dtypes[0]) for op in ops] == expected
-
-    run_ranks(rank_main, 2)
+        train(recorded, hook, 8, ready=ready)
+        ops = [op for op in recorded.submitted[before:] if op.label != "bucket order"]
+        assert [(op.shapes[0][0], op.dtypes[0]) for op in ops] == expected
 
 
 def test_fragments_travel_in_turn_and_land_later() -> None:
@@ -418,14 +417,12 @@ def test_a_failed_outer_step_ends_on_every_rank_and_the_model_can_be_used_again(
     assert torch.equal(a, c)
 
 
-def test_a_scale_check_leaves_local_gradients_alone() -> None:
-    def rank_main(group: Group) -> None:
-        model = copy.deepcopy(NET)
-        replica = replicate(model, group=group, hook=local_sgd(every=10), scale_check=ScaleCheck())
-        loss_on(model, group.rank, 0).backward()
-        replica.detach()
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_a_scale_check_leaves_local_gradients_alone(group: Group) -> None:
+    model = copy.deepcopy(NET)
+    replica = replicate(model, group=group, hook=local_sgd(every=10), scale_check=ScaleCheck())
+    loss_on(model, group.rank, 0).backward()
+    replica.detach()
 
 
 # -- state ---------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from gradwire.parallel import Replica, replicate
 from gradwire.policies import Graph
 from gradwire.testing import run_ranks
 from helpers.models import inputs, mlp
+from helpers.rank_tests import on_ranks
 
 SMALL = 0.0001
 
@@ -68,27 +69,25 @@ def test_no_sync_sends_nothing_and_can_be_nested() -> None:
     run_ranks(rank_main, 2, wrap=Recording)
 
 
-def test_ignored_parameters_and_buffers_are_left_to_the_caller() -> None:
-    def rank_main(group: Group) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-        with torch.no_grad():
-            model[0].weight.fill_(float(group.rank))
-            model[1].running_mean.fill_(float(group.rank))
-        DDP._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "1.running_mean"])
-        ddp = DDP(model, process_group=group)
-        assert "0.weight" not in ddp.replica.names
-        assert model[0].weight.eq(group.rank).all()
-        assert model[1].running_mean.eq(group.rank).all()
-        ddp(inputs(group.rank)).sum().backward()
-        assert model[0].weight.grad is not None
-        mine = [model[0].weight.grad.clone(), model[2].bias.grad.clone()]
-        both = [g.clone() for g in mine]
-        for g in both:
-            group.broadcast(g, 0)
-        assert torch.equal(mine[1], both[1])
-        assert not torch.equal(mine[0], both[0]) or group.rank == 0
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_ignored_parameters_and_buffers_are_left_to_the_caller(group: Group) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].weight.fill_(float(group.rank))
+        model[1].running_mean.fill_(float(group.rank))
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "1.running_mean"])
+    ddp = DDP(model, process_group=group)
+    assert "0.weight" not in ddp.replica.names
+    assert model[0].weight.eq(group.rank).all()
+    assert model[1].running_mean.eq(group.rank).all()
+    ddp(inputs(group.rank)).sum().backward()
+    assert model[0].weight.grad is not None
+    mine = [model[0].weight.grad.clone(), model[2].bias.grad.clone()]
+    both = [g.clone() for g in mine]
+    for g in both:
+        group.broadcast(g, 0)
+    assert torch.equal(mine[1], both[1])
+    assert not torch.equal(mine[0], both[0]) or group.rank == 0
 
 
 def test_delayed_all_reduce_averages_when_the_trigger_comes(
@@ -114,19 +113,17 @@ def test_delayed_all_reduce_averages_when_the_trigger_comes(
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
-def test_channels_last_gradients_keep_their_strides(views: bool) -> None:
-    def rank_main(group: Group) -> None:
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
-        ddp = DDP(model, process_group=group, gradient_as_bucket_view=views)
-        images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
-        for _ in range(3):
-            ddp.zero_grad()
-            ddp(images).sum().backward()
-            for p in model.parameters():
-                assert p.grad is not None
-                assert p.grad.stride() == p.stride()
-
-    run_ranks(rank_main, 2)
+@on_ranks(2)
+def test_channels_last_gradients_keep_their_strides(group: Group, views: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
+    ddp = DDP(model, process_group=group, gradient_as_bucket_view=views)
+    images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(images).sum().backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            assert p.grad.stride() == p.stride()
 
 
 @dataclass

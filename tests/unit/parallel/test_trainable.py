@@ -12,7 +12,7 @@ from gradwire.errors import GroupAborted, UsageError, UsageTypeError
 from gradwire.groups import Group, ThreadGroup
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
-from gradwire.testing import run_ranks
+from helpers.rank_tests import on_ranks
 
 
 def replicate_over(model: Any, group: Group) -> Any:
@@ -90,39 +90,35 @@ class Lookup(nn.Module):
 
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("since", [0, 1, 5], ids=lambda n: f"from step {n}")
-def test_a_sparse_gradient_in_a_dense_bucket_is_an_error_with_its_name(since: int, views: bool) -> None:
-    def rank_main(group: Group) -> None:
-        model = Lookup()
-        ddp = DDP(model, process_group=group, gradient_as_bucket_view=views)
-        words = torch.tensor([group.rank, 2])
-        for step in range(since + 1):
-            ddp.zero_grad()
-            model.sparse = step == since
-            if not model.sparse:
-                ddp(words).sum().backward()
-                continue
-            with pytest.raises((UsageError, GroupAborted), match=r"gradient of table has layout.*sparse=False"):
-                ddp(words).sum().backward()
+@on_ranks(2)
+def test_a_sparse_gradient_in_a_dense_bucket_is_an_error_with_its_name(group: Group, since: int, views: bool) -> None:
+    model = Lookup()
+    ddp = DDP(model, process_group=group, gradient_as_bucket_view=views)
+    words = torch.tensor([group.rank, 2])
+    for step in range(since + 1):
         ddp.zero_grad()
-        model.sparse = False
-        ddp(words).sum().backward()  # it keeps working
-        assert model.table.grad is not None
-        assert model.table.grad.abs().sum() > 0
+        model.sparse = step == since
+        if not model.sparse:
+            ddp(words).sum().backward()
+            continue
+        with pytest.raises((UsageError, GroupAborted), match=r"gradient of table has layout.*sparse=False"):
+            ddp(words).sum().backward()
+    ddp.zero_grad()
+    model.sparse = False
+    ddp(words).sum().backward()  # it keeps working
+    assert model.table.grad is not None
+    assert model.table.grad.abs().sum() > 0
 
-    run_ranks(rank_main, 2)
 
-
-def test_a_model_on_an_aborted_group_is_refused_with_what_to_do() -> None:
-    def rank_main(group: Group) -> None:
-        group.barrier()
-        group.abort("a step failed")
-        with pytest.raises(GroupAborted, match="a step failed") as caught:
-            DDP(nn.Linear(2, 2), process_group=group)
-        assert "Call group.recover() on every rank first" in caught.value.__notes__[-1]
-        group.recover()
+@on_ranks(2)
+def test_a_model_on_an_aborted_group_is_refused_with_what_to_do(group: Group) -> None:
+    group.barrier()
+    group.abort("a step failed")
+    with pytest.raises(GroupAborted, match="a step failed") as caught:
         DDP(nn.Linear(2, 2), process_group=group)
-
-    run_ranks(rank_main, 2)
+    assert "Call group.recover() on every rank first" in caught.value.__notes__[-1]
+    group.recover()
+    DDP(nn.Linear(2, 2), process_group=group)
 
 
 @pytest.mark.parametrize(

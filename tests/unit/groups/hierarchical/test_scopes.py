@@ -10,6 +10,7 @@ from gradwire.collectives import Layout, ReduceOp, Scope, all_gather, all_reduce
 from gradwire.errors import CollectiveTimeout, UsageError
 from gradwire.groups import Group, HierarchicalGroup, ThreadGroup
 from gradwire.testing import run_ranks
+from helpers.rank_tests import on_ranks
 from helpers.waiting import wait_until
 
 TWO_BY_TWO = Layout(((0, 2), (1, 3)))
@@ -89,13 +90,11 @@ def test_who_is_no_carrier_does_not_talk_to_other_hosts() -> None:
     assert run_ranks(rank_main, 3, kind="threads")[1]
 
 
-def test_ranks_are_counted_within_the_scope() -> None:
-    def rank_main(world: Group) -> None:
-        with made(world, TWO_BY_TWO) as group:
-            with pytest.raises(UsageError, match="root is 3, but the group has ranks 0 to 1"):
-                group.run(broadcast(torch.ones(1), src=3).among(Scope.INSIDE))
-
-    run_ranks(rank_main, 4, kind="threads")
+@on_ranks(4, kind="threads")
+def test_ranks_are_counted_within_the_scope(world: Group) -> None:
+    with made(world, TWO_BY_TWO) as group:
+        with pytest.raises(UsageError, match="root is 3, but the group has ranks 0 to 1"):
+            group.run(broadcast(torch.ones(1), src=3).among(Scope.INSIDE))
 
 
 def test_a_time_out_names_the_missing_in_ranks_of_the_whole() -> None:
