@@ -235,7 +235,7 @@ def test_steps_after_join_communicate_as_before(group: Group) -> None:
 
 
 @on_ranks(2, kind="gloo")
-def test_copies_and_pickles_of_a_model_on_the_default_group_train_on_their_own(
+def test_copies_and_pickles_on_the_default_group_train_on_their_own(
     group: Group, torch_world: Callable[..., Any]
 ) -> None:
     with torch_world(group, "gloo"):

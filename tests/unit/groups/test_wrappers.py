@@ -15,6 +15,7 @@ from gradwire.errors import (
 )
 from gradwire.groups import Deadline, GroupWrapper, Latched, NanCheck, Recording, ThreadGroup, Verified
 from gradwire.testing import run_ranks
+from helpers.rank_tests import on_ranks
 
 
 def test_recording_keeps_what_was_submitted_and_how_it_ended():
@@ -157,12 +158,10 @@ def test_nan_check_looks_at_what_is_contributed_only():
     assert run_ranks(rank, 2, wrap=NanCheck) == [[1.0, 1.0]] * 2
 
 
-def test_nan_check_sees_a_sum_that_overflows():
-    def rank(group):
-        with pytest.raises(NonFiniteGradient, match="every rank's values were finite"):
-            group.all_reduce(torch.full((2,), 60_000.0, dtype=torch.float16))
-
-    run_ranks(rank, 2, wrap=NanCheck)
+@on_ranks(2, wrap=NanCheck)
+def test_nan_check_sees_a_sum_that_overflows(group):
+    with pytest.raises(NonFiniteGradient, match="every rank's values were finite"):
+        group.all_reduce(torch.full((2,), 60_000.0, dtype=torch.float16))
 
 
 def test_nan_check_refuses_to_send():

@@ -125,32 +125,26 @@ def test_every_flag_with_every_dtype_gives_the_mean(param: Any, reduce: Any, fla
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
-def test_a_reduction_in_float32_is_not_rounded_to_the_parameters_dtype() -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(made(), process_group=group, mixed_precision=config(BF16, FP32))
-        ddp(inputs(group.rank)).float().pow(2).sum().backward()
-        values = torch.cat([p.grad.reshape(-1) for p in ddp.parameters() if p.grad is not None])
-        assert (values.to(BF16).float() != values).float().mean() > 0.5
-
-    run_ranks(rank_main, WORLD)
+@on_ranks(WORLD)
+def test_a_reduction_in_float32_is_not_rounded_to_the_parameters_dtype(group: Group) -> None:
+    ddp = DDP(made(), process_group=group, mixed_precision=config(BF16, FP32))
+    ddp(inputs(group.rank)).float().pow(2).sum().backward()
+    values = torch.cat([p.grad.reshape(-1) for p in ddp.parameters() if p.grad is not None])
+    assert (values.to(BF16).float() != values).float().mean() > 0.5
 
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-def test_no_sync_accumulates_in_full_precision(flags: dict[str, Any]) -> None:
-    def rank_main(group: Group) -> None:
-        ddp = DDP(made(), process_group=group, mixed_precision=config(BF16, FP32), **flags)
-        for step in range(0, 9, 3):
-            ddp.zero_grad()
-            expected = means(
-                ddp.module, BF16, FP32, [[inputs(r, step + k) for k in range(3)] for r in range(group.size)]
-            )
-            for k in range(3):
-                with ddp.no_sync() if k < 2 else contextlib.nullcontext():
-                    ddp(inputs(group.rank, step + k)).float().pow(2).sum().backward()
-                assert {t.dtype for t in ddp.state_dict().values()} == {FP32}
-            check(ddp, expected, FP32)
-
-    run_ranks(rank_main, WORLD)
+@on_ranks(WORLD)
+def test_no_sync_accumulates_in_full_precision(group: Group, flags: dict[str, Any]) -> None:
+    ddp = DDP(made(), process_group=group, mixed_precision=config(BF16, FP32), **flags)
+    for step in range(0, 9, 3):
+        ddp.zero_grad()
+        expected = means(ddp.module, BF16, FP32, [[inputs(r, step + k) for k in range(3)] for r in range(group.size)])
+        for k in range(3):
+            with ddp.no_sync() if k < 2 else contextlib.nullcontext():
+                ddp(inputs(group.rank, step + k)).float().pow(2).sum().backward()
+            assert {t.dtype for t in ddp.state_dict().values()} == {FP32}
+        check(ddp, expected, FP32)
 
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)

@@ -15,6 +15,7 @@ from gradwire.parallel import replicate
 from gradwire.policies import Buckets, Gradients, Graph
 from gradwire.testing import run_ranks
 from helpers.models import inputs, mlp
+from helpers.rank_tests import on_ranks
 from helpers.through_file import through_file
 
 POLICIES: list[dict[str, Any]] = [
@@ -65,29 +66,27 @@ def test_gradients_are_views_of_the_buckets_by_default(group: Group) -> None:
     replica.detach()
 
 
-def test_detach_gives_an_ordinary_module_back() -> None:
-    def rank_main(group: Group) -> None:
-        assert isinstance(group, Recording)
-        model = mlp()
-        replica = replicate(model, group=group)
-        model(inputs(group.rank)).sum().backward()
-        replica.detach()
-        replica.detach()
-        sent = len(group.submitted)
-        ordinary = copy.deepcopy(model)
-        for m in (model, ordinary):
-            m.zero_grad()
-            m(inputs(group.rank)).sum().backward()
-        assert len(group.submitted) == sent
-        assert torch.equal(model[0].weight.grad, ordinary[0].weight.grad)
-        assert not model._forward_hooks
-        assert not model._forward_pre_hooks
-        again = replicate(model, group=group)
-        model(inputs(group.rank)).sum().backward()
-        assert len(group.submitted) > sent
-        again.detach()
-
-    run_ranks(rank_main, 2, wrap=Recording)
+@on_ranks(2, wrap=Recording)
+def test_detach_gives_an_ordinary_module_back(group: Group) -> None:
+    assert isinstance(group, Recording)
+    model = mlp()
+    replica = replicate(model, group=group)
+    model(inputs(group.rank)).sum().backward()
+    replica.detach()
+    replica.detach()
+    sent = len(group.submitted)
+    ordinary = copy.deepcopy(model)
+    for m in (model, ordinary):
+        m.zero_grad()
+        m(inputs(group.rank)).sum().backward()
+    assert len(group.submitted) == sent
+    assert torch.equal(model[0].weight.grad, ordinary[0].weight.grad)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    again = replicate(model, group=group)
+    model(inputs(group.rank)).sum().backward()
+    assert len(group.submitted) > sent
+    again.detach()
 
 
 def test_replicating_twice_is_an_error(group: Group) -> None:

@@ -52,21 +52,19 @@ def test_no_sync_accumulates_to_the_gradient_of_the_big_batch(views: bool, form:
     run_ranks(rank_main, 2)
 
 
-def test_no_sync_sends_nothing_and_can_be_nested() -> None:
-    def rank_main(group: Group) -> None:
-        assert isinstance(group, Recording)
-        ddp = DDP(mlp(hidden=2), process_group=group)
-        before = len(group.submitted)
-        with ddp.no_sync():
-            ddp(inputs(group.rank)).sum().backward()
-            with ddp.no_sync():
-                pass
-            ddp(inputs(group.rank)).sum().backward()
-        assert len(group.submitted) == before
+@on_ranks(2, wrap=Recording)
+def test_no_sync_sends_nothing_and_can_be_nested(group: Group) -> None:
+    assert isinstance(group, Recording)
+    ddp = DDP(mlp(hidden=2), process_group=group)
+    before = len(group.submitted)
+    with ddp.no_sync():
         ddp(inputs(group.rank)).sum().backward()
-        assert len(group.submitted) == before + 1
-
-    run_ranks(rank_main, 2, wrap=Recording)
+        with ddp.no_sync():
+            pass
+        ddp(inputs(group.rank)).sum().backward()
+    assert len(group.submitted) == before
+    ddp(inputs(group.rank)).sum().backward()
+    assert len(group.submitted) == before + 1
 
 
 @on_ranks(2)
