@@ -38,7 +38,7 @@ def test_the_file_of_stacks_does_not_grow_forever(recorded):
     with path.open("a") as file:
         file.write("x" * (1 << 20) + "\n")
     [stacks] = read_stacks({path: _header(0, 1)}).values()
-    assert "test_the_file_of_stacks_does_not_grow_for_ever" in [frame.function for frame in stacks[0].frames]
+    assert "test_the_file_of_stacks_does_not_grow_forever" in [frame.function for frame in stacks[0].frames]
     assert path.stat().st_size < 1 << 20
 
 
