@@ -169,8 +169,8 @@ def test_a_script_that_is_not_there(capsys, tmp_path):
         (["--timeout", "soon", "x"], "argument --timeout: 'soon' is not a number of seconds"),
         (["--timeout", "-1", "x"], "argument --timeout: '-1' is not a number of seconds"),
         (["--timeout", "inf", "x"], "argument --timeout: 'inf' is not a number of seconds"),
-        (["--hang-after", "later", "x"], "argument --hang-after/--hang_after: 'later' is not a number of seconds"),
-        (["--hang-after", "nan", "x"], "argument --hang-after/--hang_after: 'nan' is not a number of seconds"),
+        (["--hang-after", "later", "x"], "argument --hang-after: 'later' is not a number of seconds"),
+        (["--hang-after", "nan", "x"], "argument --hang-after: 'nan' is not a number of seconds"),
     ],
 )
 def test_a_wrong_option_is_named(argv, message, capsys):
