@@ -133,6 +133,8 @@ class Display:
             self._panel.leave()
 
     def end(self) -> None:
-        """Leave the last picture where it is: the report follows."""
+        """Leave the last picture where it is: what the monitor has found, and the report, follow."""
         self.draw()
         self.continued()
+        if self._monitor is not None:
+            self.say(self._monitor.at_end())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
@@ -11,10 +12,11 @@ from enum import Enum
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from gradwire.errors import UsageError
 from gradwire.observe.hangs.analysis import find_waiting
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.run_follower import RunFollower
-from gradwire.observe.run_warnings import merge_warnings
+from gradwire.observe.run_warnings import find_nonfinite, merge_warnings
 from gradwire.observe.stragglers.detect import StragglerWatch, describe, median_without, ready_times, slow_ranks
 from gradwire.observe.stragglers.steps import Phase, StepTimes
 from gradwire.observe.units import milliseconds, plural
@@ -275,9 +277,25 @@ class RunMonitor:
         lines = self.stragglers.check({rank.rank: rank.folder.steps for rank in self.run.local_ranks}, now)
         self.note(lines)
         if self._stats is not None and now >= self._since + self._stats:
-            lines = [*lines, *self.figures(self.status(since=int(self._since * 1e9)))]
+            status = self.status(since=int(self._since * 1e9))
+            if status.seconds or not self._is_ending():
+                lines = [*lines, *self.figures(status)]
             self._since = now
         return lines
+
+    def at_end(self) -> list[str]:
+        """The line to print when the run has ended, if a gradient was not finite and there was no policy for that."""
+        with contextlib.suppress(OSError, UsageError):  # as of a directory that was removed
+            self.run.look()
+            self.run.read_descriptions()
+        if (first := find_nonfinite(rank.descriptions for rank in self.run.ranks.values())) is None:
+            return []
+        return [f"{first}. --nonfinite raise ends the run there, --nonfinite skip omits such steps."]
+
+    def _is_ending(self) -> bool:
+        """Whether all ranks have stopped their recorders, as programs do at their end: there are no more steps to wait for."""
+        self.run.read_descriptions()
+        return self.run.ranks != {} and all(rank.ended for rank in self.run.ranks.values())
 
     def figures(self, status: RunStatus) -> list[str]:
         """The line of figures, with the last warning if the one before did not have it; nothing if nothing has changed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradwire.observe.rings.ring import Record, Ring
 from gradwire.recorder.format import RecordKind
@@ -90,3 +90,28 @@ def fold_repeated(warnings: Iterable[RunWarning]) -> list[RunWarning]:
         if first is not warning:
             found[what] = replace(first, again=first.again + 1, last_step=warning.step)
     return list(found.values())
+
+
+class FirstNonFinite(NamedTuple):
+    """The first gradient of a run that was not finite."""
+
+    step: int
+    ranks: tuple[int, ...]
+    """Those on which it was so in that step."""
+    parameter: str
+    """Of the first of these ranks."""
+    nan: bool
+
+    def __str__(self) -> str:
+        what = "NaN" if self.nan else "infinite"
+        return f"In step {self.step} the gradient of {self.parameter} was {what} on rank {self.ranks[0]}"
+
+
+def find_nonfinite(descriptions: Iterable[Mapping[str, Sequence[Mapping[str, Any]]]]) -> FirstNonFinite | None:
+    """The first gradient that was not finite, from the `descriptions` of all ranks."""
+    facts = [facts for of_rank in descriptions for facts in of_rank.get("nonfinite", [])]
+    rows = sorted((one["step"], one["rank"], one["parameter"], one["nan"]) for one in facts)
+    if not rows:
+        return None
+    step, _, parameter, nan = rows[0]
+    return FirstNonFinite(step, tuple(rank for at, rank, *_ in rows if at == step), parameter, nan)

@@ -72,6 +72,11 @@ def test_stragglers_and_figures(tmp_path, watched, clock):
     [line] = monitor.figures(monitor.status())
     assert "last warning" not in line  # once is enough
     assert monitor.next_look == pytest.approx(clock.now + monitor_module.PERIOD)
+    monitor.run.read_descriptions = lambda: [
+        vars(r).update(descriptions={"end": [{}]}) for r in monitor.run.local_ranks
+    ]
+    clock.now += 6.0
+    assert monitor.check_if_due() == []  # programs that end make no steps
 
 
 def test_a_line_of_figures_is_not_repeated_while_nothing_changes(watched):
@@ -83,10 +88,13 @@ def test_a_run_that_is_over(tmp_path, watched):
     write_rings(tmp_path, made_steps(4, 30), size=4, pid=2**22 + 1)  # no process has this number
     monitor = watched()
     monitor.check()
-    monitor.run.read_descriptions = lambda: vars(monitor.run.ranks[0]).update(descriptions={"end": [{"time": 1}]})
+    bad = {"step": 5, "rank": 0, "parameter": "weight", "nan": True}
+    descriptions = {"end": [{"time": 1}], "nonfinite": [bad]}
+    monitor.run.read_descriptions = lambda: vars(monitor.run.ranks[0]).update(descriptions=descriptions)
     status = monitor.status()
     assert {rank.condition for rank in status.ranks} == {Condition.ENDED}
     assert [rank.doing for rank in status.ranks] == ["", "gone", "gone", "gone"]  # the others were killed
+    assert monitor.at_end()[0].startswith("In step 5 the gradient of weight was NaN on rank 0. --nonfinite raise ends")
 
 
 def test_the_rank_that_others_wait_for(tmp_path, watched, record):

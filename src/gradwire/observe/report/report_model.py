@@ -22,6 +22,7 @@ from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans
 from gradwire.observe.rings.ring import Ring, RingFile, nothing_recorded, read_ring
 from gradwire.observe.rings.run_outcome import RunOutcome
 from gradwire.observe.rings.run_outcome import load as load_outcome
+from gradwire.observe.run_warnings import FirstNonFinite, find_nonfinite
 from gradwire.observe.stragglers.detect import ready_times, stragglers_over_time
 from gradwire.observe.stragglers.steps import Phase, Span, StepTimes, spans
 from gradwire.runtime.rank_error import RankError
@@ -69,21 +70,6 @@ class Timeline(NamedTuple):
     """How many ranks have recorded the step."""
 
 
-class FirstNonFinite(NamedTuple):
-    """The first gradient of a run that was not finite."""
-
-    step: int
-    ranks: tuple[int, ...]
-    """Those on which it was so in that step."""
-    parameter: str
-    """Of the first of these ranks."""
-    nan: bool
-
-    def __str__(self) -> str:
-        what = "NaN" if self.nan else "infinite"
-        return f"In step {self.step} the gradient of {self.parameter} was {what} on rank {self.ranks[0]}"
-
-
 class RunReport:
     """What a report shows of these rings, which may be read from disk each time that they are gone through."""
 
@@ -125,12 +111,7 @@ class RunReport:
     @property
     def first_nonfinite(self) -> FirstNonFinite | None:
         """What ranks have recorded of gradients that were not finite, without a policy for them."""
-        facts = [facts for rank in self.ranks for facts in rank.descriptions.get("nonfinite", [])]
-        rows = sorted((one["step"], one["rank"], one["parameter"], one["nan"]) for one in facts)
-        if not rows:
-            return None
-        step, _, parameter, nan = rows[0]
-        return FirstNonFinite(step, tuple(rank for at, rank, *_ in rows if at == step), parameter, nan)
+        return find_nonfinite(rank.descriptions for rank in self.ranks)
 
     @property
     def mean_phases(self) -> dict[Phase, float]:
