@@ -64,12 +64,13 @@ def test_the_page_is_in_the_working_directory_unless_named(run, tmp_path, monkey
     [
         (["nowhere"], "there is no directory nowhere"),
         (["{tmp}"], "no flight recorder has written here"),
-        (["{run}", "-o", "{tmp}/no/page.html"], "No such file or directory"),
+        (["{run}", "-o", "{tmp}/no/page.html"], "/no/page.html: No such file or directory"),
     ],
 )
-def test_what_cannot_be_done(run, tmp_path, arguments, message, capsys):
+@pytest.mark.parametrize("command", ["report", "trace"])
+def test_what_cannot_be_done(run, tmp_path, command, arguments, message, capsys):
     filled = [argument.format(tmp=tmp_path, run=run) for argument in arguments]
-    assert main(["report", *filled]) == 2
+    assert main([command, *filled]) == 2
     assert message in capsys.readouterr().err
 
 
