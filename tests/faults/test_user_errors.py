@@ -23,7 +23,7 @@ from helpers.comm_hooks import Scripted
 
 
 def trap(x: Tensor, error: type[BaseException] | None) -> Tensor:
-    return fail_in_backward(x, None if error is None else error("of the user's own"))
+    return fail_in_backward(x, error, "of the user's own")
 
 
 PLACES = ("in the loss", "before the first gradient", "between gradients", "after the last gradient")

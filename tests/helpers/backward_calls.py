@@ -26,11 +26,11 @@ def in_backward(x: Tensor, call: Callable[[], object] | None) -> Tensor:
     return copied
 
 
-def fail_in_backward(x: Tensor, error: BaseException | None) -> Tensor:
-    """A copy of `x` whose backward raises `error`, if there is one."""
+def fail_in_backward(x: Tensor, kind: type[BaseException] | None, text: str) -> Tensor:
+    """A copy of `x` whose backward raises a new error of that kind, if there is one: the graph must not keep its traceback."""
 
     def fail() -> None:
-        assert error is not None
-        raise error
+        assert kind is not None
+        raise kind(text)
 
-    return in_backward(x, None if error is None else fail)
+    return in_backward(x, None if kind is None else fail)

@@ -74,7 +74,7 @@ def test_a_failure_is_known_when_backward_has_raised() -> None:
     owner = Owner([a, b])
     for _ in range(20):
         with pytest.raises(ValueError, match="on the way"):
-            (fail_in_backward(b * 1, ValueError("on the way")) * a).sum().backward()
+            (fail_in_backward(b * 1, ValueError, "on the way") * a).sum().backward()
         assert owner.events == [0, "failed"]
         owner.events.clear()
         (a * b).sum().backward()

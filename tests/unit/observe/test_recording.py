@@ -171,7 +171,7 @@ def test_a_step_that_fails(recorded):
     model = nn.Linear(4, 2)
     gw.replicate(model, group=group)
     with pytest.raises(ValueError, match="of the user's"):
-        fail_in_backward(model(torch.ones(3, 4)), ValueError("of the user's")).sum().backward()
+        fail_in_backward(model(torch.ones(3, 4)), ValueError, "of the user's").sum().backward()
     group.close()
     [failed] = observe.read_rings(recorded)[0].of_kind(K.STEP_FAILED)
     assert (failed.step, failed.label) == (0, "ValueError: of the user's")

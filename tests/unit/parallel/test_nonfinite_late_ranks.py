@@ -29,7 +29,7 @@ def test_after_a_step_that_has_failed_nothing_is_left_of_it(group: Group) -> Non
     with pytest.raises((RuntimeError, GroupAborted)):  # in the forward, if the other rank has failed before it
         loss = ddp(inputs(group.rank, 3), math.nan).sum()
         if group.rank == 1:
-            loss = fail_in_backward(loss, RuntimeError("no"))
+            loss = fail_in_backward(loss, RuntimeError, "no")
         (loss + 0 * sum(p.sum() for p in ddp.parameters() if p.numel())).backward()
     for number in range(4, 8):
         train_step(ddp, optimizer, group.rank, number)
