@@ -11,6 +11,7 @@ import importlib.machinery
 import io
 import os
 import runpy
+import signal
 import sys
 import threading
 import types
@@ -23,7 +24,7 @@ from gradwire.errors import UsageError
 from gradwire.launch.environment import RUN_DIRECTORY, read_checks
 from gradwire.launch.world import World, find_world
 from gradwire.policies import set_default_checks
-from gradwire.runtime.rank_error import RankError
+from gradwire.runtime.rank_error import RankError, is_importing
 
 ERRORS, OBSERVE = "--errors", "--observe"
 
@@ -35,12 +36,15 @@ def python_command(module: str, *, errors: str | None = None, observe: bool = Fa
     """
     # The working directory must not come before Python's own modules while ours are imported.
     path = "sys.flags.safe_path or sys.path.__setitem__(0, sys.path[1])"
-    start = f"import sys; {path}; from {module} import main; main()"
+    interrupt = "signal.getsignal(2) is signal.SIG_IGN or signal.signal(2, signal.SIG_DFL)"  # without a traceback
+    start = f"import sys; {path}; import signal; {interrupt}; from {module} import main; main()"
     return ["-c", start, *([] if errors is None else [ERRORS, errors]), *([OBSERVE] * observe)]
 
 
 def main() -> None:
     """Run the file, or with -m the module, that the arguments of this process name, after options of `python_command`."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while modules were imported
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     words = sys.argv[1:]
     save = None
     if words[0] == ERRORS:
@@ -87,13 +91,16 @@ def _set_path(directory: str) -> None:
 
 
 def _show_frames(error: BaseException, frames: TracebackType | None) -> None:
-    """When Python passes `error` to the script's `sys.excepthook`, its traceback has these frames."""
+    """When Python passes `error` to the script's `sys.excepthook`, its traceback has these frames. That of an interrupted import
+    is not shown: ranks take seconds to import torch, and where they are says nothing."""
     hook = sys.excepthook
+    interrupted = isinstance(error, KeyboardInterrupt) and is_importing(frames)
 
     def excepthook(kind: type[BaseException], value: BaseException, shown: TracebackType | None) -> None:
         if value is error:
             error.__traceback__ = sys.last_traceback = shown = frames
-        hook(kind, value, shown)
+        if not (value is error and interrupted):
+            hook(kind, value, shown)
 
     sys.excepthook = excepthook
 

@@ -159,13 +159,17 @@ def _message(error: BaseException) -> str:
         return f"<no message: str() raised {type(failure).__name__}>"
 
 
-def _is_starting(frames: TracebackType | None) -> bool:
-    """Whether a module other than the script was being imported, or gw.init() called."""
+def is_importing(frames: TracebackType | None) -> bool:
+    """Whether a module other than the script was being imported."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(frames)]
     modules = sum(code.co_name == "<module>" for code in codes)
-    return modules > 1 or any(
-        code.co_filename.startswith("<frozen importlib") or "/gradwire/launch/" in code.co_filename for code in codes
-    )
+    return modules > 1 or any(code.co_filename.startswith("<frozen importlib") for code in codes)
+
+
+def _is_starting(frames: TracebackType | None) -> bool:
+    """Whether a module other than the script was being imported, or gw.init() called."""
+    launching = any("/gradwire/launch/" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(frames))
+    return launching or is_importing(frames)
 
 
 def root_cause(failures: Iterable[T], *, when: Callable[[T], float], consequence: Callable[[T], int]) -> T | None:
