@@ -212,7 +212,10 @@ class C10dGroup(Group):
                 if not work.is_completed():
                     self._broken(work, error, engine)
 
-        self._messages.start(native, finish)
+        try:
+            self._messages.start(native, finish)
+        except RuntimeError as error:  # the process cannot have another thread
+            self._broken(work, error, engine)
 
     def orders_streams(self, device: torch.device) -> bool:
         return self._backend(device)[1].stream_ordered

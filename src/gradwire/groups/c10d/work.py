@@ -256,7 +256,11 @@ class MessageThreads:
 
         thread = threading.Thread(target=run, name=f"gradwire-messages-{self._name}", daemon=True)
         self._running[thread] = native
-        thread.start()
+        try:
+            thread.start()
+        except BaseException:
+            del self._running[thread]
+            raise
 
     def natives(self) -> list[Any]:
         """c10d's Works that threads are waiting for in the engine."""

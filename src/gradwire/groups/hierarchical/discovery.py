@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradwire.collectives import Layout, build
-from gradwire.errors import UsageError
+from gradwire.errors import GroupError, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.store.rendezvous import Rendezvous
 
@@ -55,10 +55,18 @@ def _exchange(group: Group, value: Any) -> list[Any]:
     """Every rank's value, in rank order. As JSON, never by pickle: reading what another rank has sent must not run code."""
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = torch.empty(group.size, dtype=torch.int64, device="cpu")
-    group.run(build.all_gather_into_tensor(lengths, torch.tensor([mine.numel()], device="cpu"), label="who is where?"))
+    group.run(
+        build.all_gather_into_tensor(lengths, torch.tensor([mine.numel()], device="cpu"), label="exchange host reports")
+    )
     places = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths.tolist()]
-    group.run(build.all_gather(places, mine, label="who is where?"))
-    return [json.loads(bytes(place.tolist())) for place in places]
+    group.run(build.all_gather(places, mine, label="exchange host reports"))
+    try:
+        return [json.loads(bytes(place.tolist())) for place in places]
+    except (ValueError, RecursionError) as error:
+        raise GroupError(
+            f"HierarchicalGroup(inside, across): a rank's report of its host cannot be read ({error}). Check that all ranks "
+            "construct the group in the same order and run the same version of gradwire."
+        ) from error
 
 
 Column = list[tuple[int, list[HostReport]]]

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 import torch
 
 from gradwire.collectives import build
-from gradwire.errors import GroupAborted, PeerLost
+from gradwire.errors import GroupAborted, GroupError, PeerLost
 from gradwire.groups import Group
 from gradwire.runtime.host import process_start
 from gradwire.testing import run_ranks
@@ -98,3 +99,26 @@ def _many_messages(group: Group) -> None:
 
 def test_many_messages_finish_in_any_order() -> None:
     run_ranks(_many_messages, 2, kind="gloo")
+
+
+def _no_further_thread(group: Group) -> tuple[str, float]:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    other = 1 - group.rank
+    group.all_reduce(torch.ones(1))  # the group's other threads run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        work = group.recv(torch.ones(3), src=other, async_op=True)
+    with pytest.raises(GroupError) as caught:
+        work.wait(20)
+    group.recover(30)
+    t = torch.ones(2)
+    group.all_reduce(t)
+    return str(caught.value), t.sum().item()
+
+
+def test_a_message_for_which_no_thread_can_be_started_fails_the_group() -> None:
+    for error, total in run_ranks(_no_further_thread, 2, kind="gloo"):
+        assert "can't start new thread" in error
+        assert total == 4.0
