@@ -247,3 +247,20 @@ def test_over_shared_memory_the_same_bits_and_nothing_is_copied(
 def _convolution_opened_its_file() -> None:
     """The first convolution makes oneDNN open a file that it never closes: not a leftover of the test."""
     convolutional()(torch.zeros(2, 3, 8, 8)).sum().backward()
+
+
+def test_torchs_public_names_are_there(torch_world: Callable[..., Any]) -> None:
+    """But for two that tell how torch's own implementation is set."""
+
+    def rank_main(group: Group) -> tuple[set[str], list[Any]]:
+        with torch_world(group, "gloo"):
+            models = [whose(convolutional()) for whose in (TorchDDP, DDP)]
+            missing = {name for name in dir(models[0]) if not name.startswith("_") and not hasattr(models[1], name)}
+            moved = [m.to_kwargs((torch.ones(2),), {"k": 1}, 0) for m in models]
+            buffers = [[[b.sum().item() for b in m.modules_buffers], list(m.named_module_buffers)] for m in models]
+            return missing, [moved, buffers]
+
+    ((missing, pairs),) = run_ranks(rank_main, 1, kind="gloo")
+    assert missing <= {"bucket_bytes_cap_default", "use_side_stream_for_tensor_copies"}
+    for torchs, ours in pairs:
+        assert str(torchs) == str(ours)

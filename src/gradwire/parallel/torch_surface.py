@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import NotFinalizable, OverlapNotSupported, TrainingAlreadyStarted, UsageError, UsageTypeError
@@ -22,6 +23,7 @@ from gradwire.parallel.join import UnevenInputs
 from gradwire.parallel.logging_data import Logger
 from gradwire.parallel.module_state import broadcast_coalesced
 from gradwire.parallel.replica import Replica
+from gradwire.parallel.torch_arguments import move_to
 from gradwire.reducer.machine import State
 
 
@@ -35,6 +37,8 @@ class TorchSurface:
     reducer: ReducerCompat
     logger: Logger | None
     device: torch.device
+    device_type: str
+    dim: int
     find_unused_parameters: bool
     static_graph: bool
     gradient_as_bucket_view: bool
@@ -119,6 +123,30 @@ class TorchSurface:
         self.replica.sync_buffers_next = value
 
     @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        return self.replica.state.named_buffers()
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        return list(self.named_module_buffers.values())
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        return len({p.device for p in self._module_parameters}) > 1
+
+    # Subclasses that have a forward of their own call these three.
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        moved, moved_kwargs = move_to(inputs, kwargs, torch.device(self.device_type, device_id))
+        return (moved,), (moved_kwargs,)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        return gather(outputs, output_device, dim=self.dim)
+
+    @property
     def _has_rebuilt_buckets(self) -> bool:
         return self.replica.reducer.order.rebuilt
 
@@ -129,7 +157,7 @@ class TorchSurface:
     def _default_broadcast_coalesced(
         self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
-        tensors = list(self.replica.state.named_buffers().values()) if bufs is None else bufs
+        tensors = self.modules_buffers if bufs is None else bufs
         size = self.broadcast_bucket_size if bucket_size is None else bucket_size
         broadcast_coalesced(self.group, tensors, buffer_size=size, src=authoritative_rank)
 
