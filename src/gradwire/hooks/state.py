@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,12 +23,18 @@ def split_flat(flat: Tensor, spec: BucketSpec) -> dict[str, Tensor]:
 def join_flat(
     saved: Mapping[str, Any], spec: BucketSpec, *, dtype: torch.dtype | None = None, fill: float = 0.0
 ) -> Tensor:
-    """The parameters' saved parts as one flat tensor; `fill` where nothing, or a part of another size, was saved."""
+    """The parameters' saved parts as one flat tensor; `fill` for what was not saved, or (with a warning) in another size."""
     flat = torch.full((spec.numel,), fill, dtype=dtype or spec.dtype, device=spec.device)
     for name, offset, numel in zip(spec.names, spec.offsets, spec.numels, strict=True):
         part = saved.get(name)
         if isinstance(part, Tensor) and part.numel() == numel:
             flat.narrow(0, offset, numel).copy_(part.reshape(-1))
+        elif isinstance(part, Tensor):
+            warnings.warn(
+                f"loading the state of a hook: that of {name} has {part.numel()} values, and the parameter has {numel}. It starts "
+                "without one. Load the state that was saved with this model.",
+                stacklevel=2,
+            )
     return flat
 
 

@@ -108,6 +108,9 @@ def test_the_state_is_by_parameter_name_and_is_a_copy(group: Group) -> None:
     assert torch.equal(
         replica.hook_state_dict()["state"]["0.weight"]["residual"], kept
     )  # before any bucket asked for it
+    state["state"]["0.weight"]["residual"] = torch.ones(7)
+    with pytest.warns(UserWarning, match=r"that of 0\.weight has 7 values, and the parameter has 32"):
+        replica.load_hook_state_dict(state)
     replica.detach()
 
 
