@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch._C._distributed_c10d import Store
 
 from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.timeouts import LONGEST
-from gradwire.groups.c10d.engine import GLOO, KNOWN, C10dEngine, call, takes_tensors
+from gradwire.groups.c10d.engine import GLOO, NCCL, C10dEngine, call, takes_tensors
 from gradwire.groups.c10d.python_work import adapt
 from gradwire.groups.failure.store_calls import innermost
 from gradwire.recorder.source import derived_id
@@ -70,7 +71,7 @@ def find_engine(pg: Any, device: torch.device) -> tuple[Any, C10dEngine]:
         return pg, _python_engine(pg, own, _engine_beneath(pg, device))
     backend = pg._get_backend(device) if isinstance(pg, dist.ProcessGroup) else pg
     own = own_methods(backend)  # torch 2.15 lets Python derive from Backend
-    return backend, _python_engine(backend, own, None) if own else _engine_named(name_of(backend))
+    return backend, _python_engine(backend, own, None) if own else _engine_named(name_of(backend), device)
 
 
 def name_of(pg: Any) -> str:
@@ -142,16 +143,21 @@ def _is_missing(pg: Any, method: Any) -> bool:
     return not any(step.opname.startswith("RETURN") for step in dis.get_instructions(code))
 
 
-def _engine_named(name: str) -> C10dEngine:
-    """The engine of that name. An unknown one is assumed to support what gloo does."""
-    return KNOWN.get(name) or C10dEngine(name, GLOO.takes, call)
+def _engine_named(name: str, device: torch.device) -> C10dEngine:
+    """The engine of that name. torch has several of NCCL's: "nccl" is "nccl2" from 2.15 on. An unknown one is assumed to support
+    what gloo does, and on a device to order streams, as torch demands of a Work there; gloo and MPI block the host instead."""
+    if name == GLOO.name:
+        return GLOO
+    if name.startswith(NCCL.name):
+        return replace(NCCL, name=name)
+    return C10dEngine(name, GLOO.takes, call, stream_ordered=device.type != "cpu" and name != "mpi")
 
 
 def _engine_beneath(pg: Any, device: torch.device) -> C10dEngine | None:
     """The C++ engine of a group written in Python, if it has one for this device."""
     if not isinstance(pg, dist.ProcessGroup) or device.type not in {d.type for d in _devices_in_cpp(pg)}:
         return None
-    return _engine_named(name_of(dist.ProcessGroup._get_backend(pg, device)))
+    return _engine_named(name_of(dist.ProcessGroup._get_backend(pg, device)), device)
 
 
 def _devices_in_cpp(pg: dist.ProcessGroup) -> list[torch.device]:

@@ -4,7 +4,7 @@ option objects, reduce ops).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -155,5 +155,3 @@ def _gloo_call(pg: Any, op: Collective, timeout: float) -> Any:
 
 GLOO = C10dEngine("gloo", _gloo_takes, _gloo_call)
 NCCL = C10dEngine("nccl", _nccl_takes, call, stream_ordered=True)
-KNOWN: Mapping[str, C10dEngine] = {"gloo": GLOO, "nccl": NCCL}
-"""C++ engines by backend name."""

@@ -56,14 +56,28 @@ def test_nccl_does_not_receive_from_anybody_and_orders_streams():
     assert NCCL.stream_ordered
 
 
-def test_an_unknown_engine_is_asked_for_no_more_than_gloo():
-    class Unknown:
-        name = "ucc"
+class Engine:
+    """As C++ engines look: a name, and no methods in Python."""
 
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+@pytest.mark.parametrize(("name", "ordered"), [("ucc", True), ("xccl", True), ("mpi", False), ("gloo", False)])
+def test_an_unknown_engine_is_asked_for_no_more_than_gloo(name: str, ordered: bool) -> None:
+    """On a device, waiting for its Work orders streams."""
     odd = build.all_reduce(torch.ones(3, dtype=torch.int16))
-    _, engine = find_engine(Unknown(), torch.device("cpu"))
-    assert engine.name == "ucc"
-    assert not engine.takes(odd)
+    for device in ("cpu", "cuda"):
+        _, engine = find_engine(Engine(name), torch.device(device))
+        assert engine.name == name
+        assert not engine.takes(odd)
+        assert engine.stream_ordered == (ordered and device == "cuda")
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-legacy", "nccl-lazy"])
+def test_all_of_nccls_engines_are_alike(name: str) -> None:
+    _, engine = find_engine(Engine(name), torch.device("cuda"))
+    assert (engine.name, engine.stream_ordered, engine.takes) == (name, True, NCCL.takes)
 
 
 def translate(error: Exception, work: Work) -> BaseException:
