@@ -12,12 +12,14 @@ from enum import Enum
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from gradwire.errors import UsageError
 from gradwire.observe.hangs.analysis import find_waiting
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.run_warnings import find_nonfinite, merge_warnings
-from gradwire.observe.stragglers.detect import StragglerWatch, describe, median_without, ready_times, slow_ranks
+from gradwire.observe.stragglers.detect import StragglerWatch, describe, medians_of_others, ready_times, slow_ranks
 from gradwire.observe.stragglers.steps import Phase, StepTimes
 from gradwire.observe.units import milliseconds, plural
 from gradwire.observe.units import ranks as ranks_text
@@ -184,11 +186,9 @@ def _lateness(chosen: Mapping[int, Sequence[StepTimes]]) -> tuple[dict[int, floa
     common = next(iter(ready.values()), {})
     if len(ready) < 2 or not common:
         return {}, None
-    columns = {step: sorted(row[step] for row in ready.values()) for step in common}
-    late = {
-        rank: median(at - median_without(columns[step], at) for step, at in row.items()) / 1e9
-        for rank, row in ready.items()
-    }
+    begin = min(at for row in ready.values() for at in row.values())
+    table = np.array([[at - begin for at in row.values()] for row in ready.values()], np.float64)
+    late = dict(zip(ready, (np.median(table - medians_of_others(table), axis=1) / 1e9).tolist(), strict=True))
     rank, times = Counter(max(ready, key=lambda rank: ready[rank][step]) for step in common).most_common(1)[0]
     return late, rank if times > len(common) / 2 else None
 

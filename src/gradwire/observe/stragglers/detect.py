@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import math
 import os
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
+
+import numpy as np
 
 from gradwire.observe.rings.clocks import aligned
 from gradwire.observe.rings.intervals import ranks_apart
@@ -211,38 +212,40 @@ def _noticeable(by_phase: Sequence[Mapping[int, SlowPhase]], step_seconds: float
 
 def _slow_in(phase: Phase, rows: Times) -> dict[int, SlowPhase]:
     """By rank that is slow in `phase`: how slow."""
-    table = {rank: [one.phases.get(phase, 0) for one in row] for rank, row in rows.items()}
-    columns = [sorted(column) for column in zip(*table.values())]
-    usual = {rank: [median_without(column, x) for column, x in zip(columns, row)] for rank, row in table.items()}
-    differences = {rank: [x - other for x, other in zip(row, usual[rank])] for rank, row in table.items()}
-    more = {rank: median(row) for rank, row in differences.items()}
+    table = np.array([[one.phases.get(phase, 0) for one in row] for row in rows.values()], np.float64)
+    usual = medians_of_others(table)
+    differences = table - usual
+    more, typical = np.median(differences, axis=1), np.median(usual, axis=1)
+    noise = _STANDARD_ERROR * _deviation(differences) / math.sqrt(table.shape[1])
     slow = {}
-    for rank, row in differences.items():
-        noise = _STANDARD_ERROR * _deviation(row) / math.sqrt(len(row))
-        spread = _deviation([value for other, value in more.items() if other != rank])
-        typical = median(usual[rank])
-        if more[rank] > max(_SHARE * typical, _DEVIATIONS * spread, _DEVIATIONS * noise, 0):
-            slow[rank] = SlowPhase(phase, (typical + more[rank]) / 1e9, typical / 1e9, row)
+    for i, rank in enumerate(rows):
+        least = max(_SHARE * typical[i], _DEVIATIONS * noise[i], 0)
+        if more[i] > least and more[i] > _DEVIATIONS * _deviation(np.delete(more, i)):
+            seconds = float(typical[i] + more[i]) / 1e9
+            slow[rank] = SlowPhase(phase, seconds, float(typical[i]) / 1e9, differences[i].tolist())
     return slow
 
 
-def median_without(ordered: Sequence[int], value: int) -> float:
-    """The median of the sorted `ordered` without one occurrence of `value`.
+def medians_of_others(table: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Of each value: the median of the others in its column.
 
-    >>> median_without([1, 2, 2, 9], 2), median_without([1, 2, 9], 1)
-    (2, 5.5)
+    >>> medians_of_others(np.array([[1.0], [2], [2], [9]])).ravel().tolist()
+    [2.0, 2.0, 2.0, 2.0]
     """
-    skipped, size = bisect_left(ordered, value), len(ordered) - 1
-    upper = ordered[size // 2 + (size // 2 >= skipped)]
-    if size % 2:
-        return upper
-    lower = size // 2 - 1
-    return (ordered[lower + (lower >= skipped)] + upper) / 2
+    ordered, middle = np.sort(table, axis=0), (len(table) - 1) // 2
+
+    def without(place: int) -> Any:
+        """What is at `place` of a sorted column without the value."""
+        return np.where(ordered[place] >= table, ordered[place + 1], ordered[place])
+
+    medians = without(middle) if len(table) % 2 == 0 else (without(middle - 1) + without(middle)) / 2
+    return np.asarray(medians)
 
 
-def _deviation(values: Sequence[float]) -> float:
-    middle = median(values)
-    return float(median(abs(value - middle) for value in values))
+def _deviation(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Along the last axis."""
+    middle = np.median(values, axis=-1, keepdims=True)
+    return np.asarray(np.median(np.abs(values - middle), axis=-1))
 
 
 def _times_late(rank: int, ready: Mapping[int, Sequence[int]], slow: Mapping[int, Sequence[SlowPhase]]) -> int:
