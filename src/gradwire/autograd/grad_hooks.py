@@ -60,18 +60,17 @@ class GradHooks:
         self._arrived: list[int] = []
         self._selected = bytearray(len(self._parameters))
         self._handles: list[Any] = []
-        self.accumulators: dict[Any, int] = {}
-        """Those that have hooks, each with the index of its parameter."""
+        self._nodes: list[Any] = []
         self.attach()
 
     def attach(self) -> None:
         """Put hooks on the accumulators that parameters have now, in place of those on earlier ones; all of them call."""
         self.remove()
         # A parameter knows its accumulator only weakly: who holds it keeps the hook on it alive.
-        self.accumulators = {_accumulator(p): i for i, p in enumerate(self._parameters)}
+        self._nodes = [_accumulator(p) for p in self._parameters]
         self._handles = [
             node.register_hook(_make_hook(i, self._arrived, self._selected, *self._on_arrival))
-            for node, i in self.accumulators.items()
+            for i, node in enumerate(self._nodes)
         ]
         self._dtypes = list(map(_dtype, self._parameters))
         self._devices = list(map(Tensor.get_device, self._parameters))
@@ -99,14 +98,10 @@ class GradHooks:
     def waiting(self) -> frozenset[int]:
         return frozenset(self._arrived[:])
 
-    def without_foreign_hooks(self) -> list[int]:
-        """The parameters that have no hooks but these, neither on themselves nor on their accumulators."""
-        return [i for node, i in self.accumulators.items() if not _has_foreign_hooks(self._parameters[i], node)]
-
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self.accumulators = [], {}
+        self._handles, self._nodes = [], []
         self._arrived.clear()
 
 
@@ -153,11 +148,9 @@ def on_backward(output: Any, begun: Callable[[], object]) -> bool:
     return 0 < len(hooked) == len(outputs)
 
 
-def _has_foreign_hooks(parameter: Tensor, accumulator: Any) -> bool:
-    before, after = _tables(accumulator)
-    if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks or before) and after and len(after) == 1:
-        return False
-    tables = parameter._backward_hooks, parameter._post_accumulate_grad_hooks, before, after
+def has_foreign_hooks(parameter: Tensor, accumulator: Any) -> bool:
+    """Whether anyone but gradwire has a hook on `parameter` or its `accumulator`."""
+    tables = parameter._backward_hooks, parameter._post_accumulate_grad_hooks, *_tables(accumulator)
     return any(getattr(hook, "__name__", "") != _OWN_HOOK for table in tables if table for hook in table.values())
 
 

@@ -92,8 +92,7 @@ class Reducer:
         self.buckets = BucketBuffers(parameters, layout, keep_views=options.keep_views, lazy=options.lazy_buckets)
         self.order = BucketOrder(layout.parameters, options.rebuild_limits)
         self.used = UsedParameters(len(parameters), track=options.track_unused, device=self.device)
-        limits = options.rebuild_limits or [sum(layout.parameters[i].nbytes for i in m) for m in layout.members]
-        self.intake = GradientIntake(self.parameters, self.machine, in_buckets=options.keep_views, limits=limits)
+        self.intake = GradientIntake(self.parameters, self.machine, in_buckets=options.keep_views)
         self.reductions = Reductions(group, runner, self.buckets, self.intake, self.events)
         self.iterations = Iterations(self.parameters, group, self.machine, self.events, abandon=self._abandon)
         self._skip_unused = options.skip_unused

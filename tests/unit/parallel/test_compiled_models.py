@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradwire.autograd.compiled import install
-from gradwire.autograd.compiled.op import _Model
+from gradwire.autograd.compiled.op import _Listener
 from gradwire.events import BucketLaunched
 from gradwire.groups import Group
 from gradwire.hooks import chain, error_feedback, mean, quantize
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
-from gradwire.policies import Buckets
 from gradwire.testing import run_ranks
 from helpers.rank_tests import on_ranks
 
@@ -103,13 +102,13 @@ def test_gradients_of_the_uncompiled_model_and_overlap(
     monkeypatch: pytest.MonkeyPatch, form: Any, checkpoints: bool, hook: Any
 ) -> None:
     computed: list[Any] = []
-    report = _Model.report
+    report = _Listener.report
 
-    def noted(self: _Model, indices: list[int], gradients: list[Tensor]) -> None:
-        computed.extend(indices)
-        report(self, indices, gradients)
+    def noted(self: _Listener, grad: Tensor) -> None:
+        computed.append(self.index)
+        report(self, grad)
 
-    monkeypatch.setattr(_Model, "report", noted)
+    monkeypatch.setattr(_Listener, "report", noted)
 
     def rank_main(group: Group) -> None:
         module = Model(checkpoints=checkpoints)
@@ -146,7 +145,11 @@ def test_gradients_of_the_uncompiled_model_and_overlap(
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("form", ["dynamic shapes", "a compiled function"])
-def test_reports_with_other_inputs_and_after_graph_breaks(reported: list[int], form: str) -> None:
+def test_reports_with_other_inputs_and_after_graph_breaks(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    reported: list[int] = []
+    report = _Listener.report
+    monkeypatch.setattr(_Listener, "report", lambda self, grad: (reported.append(self.index), report(self, grad)))
+
     def rank_main(group: Group) -> None:
         module = Model()
         plain = DDP(copy.deepcopy(module), process_group=group)
@@ -174,10 +177,8 @@ def test_reports_with_other_inputs_and_after_graph_breaks(reported: list[int], f
 def reported(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The parameters whose gradients compiled code has reported."""
     found: list[int] = []
-    report = _Model.report
-    monkeypatch.setattr(
-        _Model, "report", lambda self, indices, grads: (found.extend(indices), report(self, indices, grads))
-    )
+    report = _Listener.report
+    monkeypatch.setattr(_Listener, "report", lambda self, grad: (found.append(self.index), report(self, grad)))
     return found
 
 
@@ -226,26 +227,18 @@ def test_graphs_report_if_there_is_a_listener(monkeypatch: pytest.MonkeyPatch) -
 
     inserted: list[int] = []
     mark = inductor_pass.mark_gradients
-    monkeypatch.setattr(inductor_pass, "mark_gradients", lambda graph, limits: inserted.append(mark(graph, limits)))
+    monkeypatch.setattr(inductor_pass, "mark_gradients", lambda graph: inserted.append(mark(graph)))
     monkeypatch.setattr(inductor_pass, "_VERSION", "not from a cache")
 
     def rank_main(group: Group) -> None:
         inductor_pass.install()
         step_of(compiled(Model()), 0, 0)
         assert inserted == []
-        matrix, replicas = 4 * WIDTH * WIDTH, []
-        for limits, ops in (
-            ((2**20,), 1),
-            ((1, matrix + 1), 1 + LAYERS),
-            ((1,), 2 * LAYERS),
-        ):  # the smallest buckets decide
-            replicas.append(replicate(Model(), group=group, buckets=Buckets(limits=limits)))
-            torch._dynamo.reset()
-            inserted.clear()
-            step_of(compiled(Model()), 0, 0)
-            assert max(inserted) == ops
-        for replica in replicas:
-            replica.detach()
+        replica = replicate(Model(), group=group)
+        torch._dynamo.reset()
+        step_of(compiled(Model()), 0, 0)
+        assert max(inserted) == 2 * LAYERS
+        replica.detach()
 
     run_ranks(rank_main, 1)
 
@@ -256,9 +249,9 @@ def test_graphs_that_are_replayed_stay_as_they_are(monkeypatch: pytest.MonkeyPat
 
     from gradwire.autograd.compiled import inductor_pass
 
-    monkeypatch.setattr(inductor_pass, "group_limits", lambda: (1,))
+    monkeypatch.setattr(inductor_pass, "reports", lambda: True)
     marked: list[Any] = []
-    monkeypatch.setattr(inductor_pass, "mark_gradients", lambda *graph_and_limits: marked.append(graph_and_limits))
+    monkeypatch.setattr(inductor_pass, "mark_gradients", marked.append)
     with config.patch({"triton.cudagraphs": mode == "reduce-overhead"}):
         inductor_pass.ReadyPass()(torch.fx.Graph())
     assert len(marked) == (mode == "default")

@@ -49,7 +49,7 @@ class _Graph(torch.autograd.Function):
         for i in reversed(range(count)):
             result = results[i + 2] = inputs[i].T @ grad
             _Graph.log.append(i)
-            torch.ops.gradwire.ready([result], None, [i + 2], count + 2)
+            torch.ops.gradwire.ready(result, None, i + 2, count + 2)
             grad = grad @ weights[i].T
         results[0] = grad if ctx.needs_input_grad[0] else None
         del result
@@ -425,8 +425,8 @@ class Listener:
 
 def test_the_op_outside_a_backward_does_nothing() -> None:
     owner, w = Listener(), torch.ones(2, requires_grad=True)
-    handle = on_compiled_gradients([w], owner.ready, [1])
-    assert torch.ops.gradwire.ready([torch.ones(2)], None, [0], 1).numel() == 0
+    handle = on_compiled_gradients([w], owner.ready)
+    assert torch.ops.gradwire.ready(torch.ones(2), None, 0, 1).numel() == 0
     assert owner.indices == []
     handle.remove()
 
@@ -442,14 +442,14 @@ class _Double(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         length, inputs = ctx.reported
-        torch.ops.gradwire.ready([grad[:length]], None, [0], inputs)
+        torch.ops.gradwire.ready(grad[:length], None, 0, inputs)
         return grad * 2, None, None
 
 
 @pytest.mark.parametrize(("length", "inputs", "calls"), [(2, 3, [0]), (1, 3, []), (2, 2, [])])
 def test_a_report_must_fit_the_parameter_and_the_graph(length: int, inputs: int, calls: list[int]) -> None:
     owner, w = Listener(), torch.ones(2, requires_grad=True)
-    handle = on_compiled_gradients([w], owner.ready, [1])
+    handle = on_compiled_gradients([w], owner.ready)
     _Double.apply(w, length, inputs).sum().backward()
     assert owner.indices == calls
     handle.remove()

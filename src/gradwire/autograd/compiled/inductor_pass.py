@@ -1,4 +1,4 @@
-"""Puts `gradwire::ready` behind gradients, a bucket at a time, in the backward graphs that inductor compiles.
+"""Puts `gradwire::ready` behind each gradient in the backward graphs that inductor compiles.
 
 Imported only once inductor is there. It knows inductor's graphs and settings, and nothing of parameters or callbacks.
 
@@ -20,7 +20,6 @@ Such graphs stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.fx import Graph, Node
 from torch.utils._ordered_set import OrderedSet
 
-from gradwire.autograd.compiled.op import group_limits
+from gradwire.autograd.compiled.op import reports
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
@@ -37,7 +36,7 @@ _PRODUCTS |= {_aten.convolution.default, _aten.convolution_backward.default}
 _SETTING = "post_grad_custom_post_pass"
 _LEEWAY = 1
 """How many products may be computed between a gradient and its op. See Note [The order of gradients]."""
-_VERSION = "gradwire ready 3"
+_VERSION = "gradwire ready 2"
 
 
 class ReadyPass(custom_graph_pass.CustomGraphPass):
@@ -45,12 +44,11 @@ class ReadyPass(custom_graph_pass.CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Insert the ops, if `graph` is a backward and gradients of any model are listened for."""
-        limits = group_limits()
-        if limits is not None and not config.triton.cudagraphs:
-            mark_gradients(graph, limits)
+        if reports() and not config.triton.cudagraphs:
+            mark_gradients(graph)
 
     def uuid(self) -> Any:
-        return f"{_VERSION}, {group_limits()}"
+        return f"{_VERSION}, {reports()}"
 
 
 def install() -> None:
@@ -67,8 +65,8 @@ def install() -> None:
         setattr(config, _SETTING, [*passes, ReadyPass()])
 
 
-def mark_gradients(graph: Graph, limits: Sequence[int]) -> int:
-    """Insert an op behind every `limits` bytes of gradients that a backward graph computes. Returns how many were inserted."""
+def mark_gradients(graph: Graph) -> int:
+    """Insert the op behind each gradient that a backward graph computes. Returns how many were inserted."""
     nodes = list(graph.nodes)
     if not any(node.op == "placeholder" and node.name.startswith("tangents") for node in nodes):
         return 0  # a forward
@@ -77,45 +75,20 @@ def mark_gradients(graph: Graph, limits: Sequence[int]) -> int:
         return 0
     place = {node: number for number, node in enumerate(nodes)}
     products = [node for node in nodes if node.target in _PRODUCTS]
-    computed = sorted(
-        (place[r], position, r) for position, r in enumerate(results) if isinstance(r, Node) and _computes(r)
-    )
-    groups = _groups([(position, result) for _, position, result in computed], limits)
+    computed = [(place[r], position, r) for position, r in enumerate(results) if isinstance(r, Node) and _computes(r)]
     waits: dict[Node, OrderedSet[Node]] = {}
     previous: Node | None = None
-    for positions, gradients in groups:
-        with graph.inserting_after(
-            gradients[-1] if previous is None or place[previous] < place[gradients[-1]] else previous
-        ):
-            op = graph.call_function(torch.ops.gradwire.ready.default, (gradients, previous, positions, len(results)))
-        op.meta["val"] = gradients[0].meta["val"].new_empty(0)
-        place[op], previous = place[gradients[-1]], op
-        following = [one for one in products if place[one] > place[op]]
+    for number, position, result in sorted(computed, key=lambda found: found[:2]):
+        with graph.inserting_after(result if previous is None or place[previous] < number else previous):
+            op = graph.call_function(torch.ops.gradwire.ready.default, (result, previous, position, len(results)))
+        op.meta["val"] = result.meta["val"].new_empty(0)
+        place[op], previous = number, op
+        following = [one for one in products if place[one] > number]
         if following:
             waits.setdefault(following[: _LEEWAY + 1][-1], OrderedSet()).add(op)
     preserve_node_ordering(graph, {product: waits[product] for product in products if product in waits})
-    return len(groups)
-
-
-def _groups(computed: Sequence[tuple[int, Node]], limits: Sequence[int]) -> list[tuple[list[int], list[Node]]]:
-    """Positions and gradients of each op: as buckets are filled (`by_size`), and each tensor once."""
-    groups: list[tuple[list[int], list[Node]]] = []
-    size = limit = 0
-    for position, gradient in computed:
-        if size == 0 or gradient in groups[-1][1]:
-            groups.append(([], []))
-            size, limit = 0, limits[min(len(groups), len(limits)) - 1]
-        groups[-1][0].append(position)
-        groups[-1][1].append(gradient)
-        size += _nbytes(gradient.meta["val"])
-        size = 0 if size >= limit else size
-    return groups
+    return len(computed)
 
 
 def _computes(node: Node) -> bool:
     return node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _nbytes(value: torch.Tensor) -> int:
-    """Of a gradient of fixed size; one whose size is a symbol counts as nothing."""
-    return value.nbytes if isinstance(value.nbytes, int) else 0

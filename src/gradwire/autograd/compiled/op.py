@@ -1,16 +1,16 @@
-"""Reports gradients from inside a backward that torch.compile has compiled, a bucket of them as soon as it has been computed.
+"""Reports gradients from inside a backward that torch.compile has compiled, each as soon as it has been computed.
 
-Responsible for the op `gradwire::ready`, and for finding whose gradients it was given. It must not know buckets, or what is done
+Responsible for the op `gradwire::ready`, and for finding whose gradient it was given. It must not know buckets, or what is done
 with a gradient that is reported; `inductor_pass.py` puts the op into graphs.
 
 Note [A compiled backward is one node]
 For the engine, a compiled graph is a single node: its gradients leave it together when all have been computed, and only then are
-they accumulated and do hooks on parameters run. So an op in the compiled backward stands behind as many gradients as fill a bucket.
-It passes them on to the listener of these parameters, while the rest of the backward still runs; they also take their usual way.
+they accumulated and do hooks on parameters run. So the op stands behind each gradient in the compiled backward. It passes the
+gradient on to the listener of that parameter, while the rest of the backward still runs; the gradient also takes its usual way.
 
 Note [What the op does not know]
-Compiled code is shared by the blocks of a model and, through inductor's cache, by processes. So the op has only the positions of
-gradients among the inputs of the compiled graph. When it runs, the engine is evaluating the node of that graph, whose edges lead to
+Compiled code is shared by the blocks of a model and, through inductor's cache, by processes. So the op has only the position of a
+gradient among the inputs of the compiled graph. When it runs, the engine is evaluating the node of that graph, whose edges lead to
 the accumulators of the inputs.
 
 Note [Which reports are complete]
@@ -38,44 +38,41 @@ _library = torch.library.Library("gradwire", "DEF")
 # The gradient counts as written to, although it is not, because an op whose result is not used is removed as dead code. The result,
 # an empty tensor, is the `previous` of the next op: see Note [The order of gradients] in `inductor_pass.py`.
 _library.define(
-    "ready(Tensor(a!)[] grads, Tensor? previous, int[] positions, int inputs) -> Tensor",
-    tags=[torch.Tag.flexible_layout],
+    "ready(Tensor(a!) grad, Tensor? previous, int position, int inputs) -> Tensor", tags=[torch.Tag.flexible_layout]
 )
 
-
-class _Model:
-    """Whose gradients are reported to `early`, and the sizes in bytes of its buckets."""
-
-    __slots__ = ("early", "limits")
-
-    def __init__(self, early: weakref.WeakMethod[Any], limits: tuple[int, ...]) -> None:
-        self.early, self.limits = early, limits
-
-    def report(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """These gradients have been computed."""
-        early = self.early()
-        if early is not None:
-            early(indices, gradients)
-
-
-_Target = tuple[torch.Size, torch.dtype, _Model, int]
-"""A parameter's shape and dtype, its model, and its index there."""
-_listeners: dict[int, tuple[weakref.ref[Tensor], _Model, int]] = {}
+_listeners: dict[int, _Listener] = {}
 """By the id of a parameter."""
 graphs_without_op = 1
 """How many graphs were compiled without the op, as far as is known."""
 _TARGETS = "_gradwire_targets"
 
 
-def on_compiled_gradients(parameters: Sequence[Tensor], early: OnGradients, limits: Sequence[int]) -> Handle:
-    """Call the bound method `early(indices, gradients)` inside a compiled backward, when it has computed gradients of as many bytes
-    as the first of `limits`, then of the second, and so on; the last holds for all that follow.
+class _Listener:
+    """The callback for the gradients of one parameter."""
+
+    __slots__ = ("early", "index", "parameter")
+
+    def __init__(self, parameter: Tensor, index: int, early: weakref.WeakMethod[Any]) -> None:
+        self.parameter, self.index, self.early = weakref.ref(parameter), index, early
+
+    def report(self, grad: Tensor) -> None:
+        """The gradient of the parameter has been computed."""
+        call, parameter = self.early(), self.parameter()
+        if call is None or parameter is None:
+            return
+        if grad.shape == parameter.shape and grad.dtype == parameter.dtype:
+            call([self.index], [grad])
+
+
+def on_compiled_gradients(parameters: Sequence[Tensor], early: OnGradients) -> Handle:
+    """Call the bound method `early(indices, gradients)` inside a compiled backward when it has computed gradients.
 
     Its object is held weakly. A parameter has one listener, the last one.
     """
     assert isinstance(early, types.MethodType)
-    model = _Model(weakref.WeakMethod(early), tuple(limits))
-    added = {id(p): (weakref.ref(p), model, index) for index, p in enumerate(parameters)}
+    method = weakref.WeakMethod(early)
+    added = {id(p): _Listener(p, index, method) for index, p in enumerate(parameters)}
     _listeners.update(added)
 
     def remove() -> None:
@@ -87,53 +84,43 @@ def on_compiled_gradients(parameters: Sequence[Tensor], early: OnGradients, limi
     return Handle(remove)
 
 
-def _target(accumulator: Any) -> _Target | None:
-    variable: Tensor | None = getattr(accumulator, "variable", None)  # only gradient accumulators have one
-    found = _listeners.get(id(variable))
-    if variable is None or found is None or found[0]() is not variable:
-        return None
-    return variable.shape, variable.dtype, *found[1:]
+def _listener(accumulator: Any) -> _Listener | None:
+    variable = getattr(accumulator, "variable", None)  # only gradient accumulators have one
+    found = None if variable is None else _listeners.get(id(variable))
+    return found if found is not None and found.parameter() is variable else None
 
 
-def _targets(node: Any, inputs: int) -> dict[int, _Target]:
-    """Whose gradients a compiled graph computes, by the position of the input. Kept on its node."""
-    found: dict[int, _Target] | None = getattr(node, _TARGETS, None)
+def _targets(node: Any, inputs: int) -> dict[int, _Listener]:
+    """The callbacks for the gradients of a compiled graph, by the position of the input. Kept on its node."""
+    found: dict[int, _Listener] | None = getattr(node, _TARGETS, None)
     if found is None:
         needed = getattr(node, "needs_input_grad", ())
         positions = [i for i, needs in enumerate(needed) if needs]
         edges = [edge[0] for edge in getattr(node, "next_functions", ()) if edge[0] is not None]
         found = {}
         if len(needed) == inputs and len(positions) == len(edges):
-            targets = zip(positions, map(_target, edges), strict=True)
-            found = {i: target for i, target in targets if target is not None}
+            listeners = zip(positions, map(_listener, edges), strict=True)
+            found = {i: listener for i, listener in listeners if listener is not None}
             setattr(node, _TARGETS, found)
     return found
 
 
 @untraced_call
-def _ready(grads: Sequence[Tensor], previous: Tensor | None, positions: Sequence[int], inputs: int) -> Tensor:
+def _ready(grad: Tensor, previous: Tensor | None, position: int, inputs: int) -> Tensor:
     node = torch._C._current_autograd_node()
-    targets = {} if node is None else _targets(node, inputs)
-    reports: dict[_Model, tuple[list[int], list[Tensor]]] = {}
-    for position, grad in zip(positions, grads, strict=True):
-        target = targets.get(position)
-        if target is not None and grad.shape == target[0] and grad.dtype == target[1]:
-            indices, gradients = reports.setdefault(target[2], ([], []))
-            indices.append(target[3])
-            gradients.append(grad)
-    for model, report in reports.items():
-        model.report(*report)
-    return grads[0].new_empty(0)
+    target = None if node is None else _targets(node, inputs).get(position)
+    if target is not None:
+        target.report(grad)
+    return grad.new_empty(0)
 
 
 _library.impl("ready", _ready, "CompositeExplicitAutograd")
-_library.impl("ready", lambda grads, *rest: grads[0].new_empty(0), "Meta")
+_library.impl("ready", lambda grad, *rest: grad.new_empty(0), "Meta")
 
 
-def group_limits() -> tuple[int, ...] | None:
-    """How many bytes of gradients an op takes in the graph that is compiled now, which may be any model's: those with the smallest
-    buckets decide. None if no parameters are listened to."""
+def reports() -> bool:
+    """Whether the graph that is compiled now gets the op: if any parameters are listened to, perhaps those of another model."""
     global graphs_without_op
     if not _listeners:
         graphs_without_op += 1
-    return min({model.limits for _, model, _ in _listeners.values()}, default=None)
+    return bool(_listeners)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.autograd.grad_hooks import GradHooks
+from gradwire.autograd.grad_hooks import has_foreign_hooks
 from gradwire.autograd.graph import sole_edges
 
 
@@ -40,34 +40,31 @@ class CompiledGradients:
         """By parameter: what `.grad` is once the gradient has been accumulated, and its version then."""
         self._launched: set[int] = set()
 
-    def expect(self, tensors: Any, hooks: GradHooks) -> Callable[[], object] | None:
+    def expect(self, tensors: Any) -> Callable[[], object] | None:
         """A backward from `tensors` begins, whose gradients may be taken. Returns what to call at its end."""
-        found = sole_edges(tensors, hooks.accumulators)
+        found = sole_edges(tensors, self._parameters)
         if not found:
             return None  # of another model
-        self._expected.update(found.intersection(hooks.without_foreign_hooks()))
+        self._expected.update(i for i, node in found.items() if not has_foreign_hooks(self._parameters[i], node))
         return self._expected.clear
 
-    def take(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> list[int]:
-        """These gradients have been computed. Returns those that are to be reduced now."""
-        expected, reported, taken = self._expected, self.reported, []
-        for index, grad in zip(indices, gradients, strict=True):
-            if index not in expected or index in reported:
-                continue
-            before = self._parameters[index].grad
-            if before is None:
-                # An alias: the engine makes `.grad` of a gradient that nothing else references, and copies any other.
-                self._waiting[index] = alias = grad.detach()
-                self._accumulated[index] = alias, alias._version
-            elif self._in_buckets or before.layout != torch.strided:
-                continue
-            else:
-                with torch.no_grad():
-                    self._waiting[index] = before + grad
-                self._accumulated[index] = before, before._version + 1
-            taken.append(index)
-        reported.update(taken)
-        return taken
+    def take(self, index: int, grad: Tensor) -> bool:
+        """A gradient has been computed. Returns whether it is to be reduced now."""
+        if index not in self._expected or index in self.reported:
+            return False
+        before = self._parameters[index].grad
+        if before is not None and (self._in_buckets or before.layout != torch.strided):
+            return False
+        if before is None:
+            # An alias: the engine makes `.grad` of a gradient that nothing else references, and copies any other.
+            self._waiting[index] = alias = grad.detach()
+            self._accumulated[index] = alias, alias._version
+        else:
+            with torch.no_grad():
+                self._waiting[index] = before + grad
+            self._accumulated[index] = before, before._version + 1
+        self.reported.add(index)
+        return True
 
     def gradient(self, index: int) -> Tensor | None:
         """The gradient of a parameter whose bucket is launched: the reported one, or `.grad`."""

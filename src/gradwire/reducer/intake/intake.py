@@ -32,14 +32,11 @@ _RESTING = State.RESTING
 class GradientIntake:
     """The gradients of one model, step by step."""
 
-    def __init__(
-        self, parameters: Sequence[Tensor], machine: Machine, *, in_buckets: bool, limits: Sequence[int]
-    ) -> None:
+    def __init__(self, parameters: Sequence[Tensor], machine: Machine, *, in_buckets: bool) -> None:
         self.compiled = CompiledGradients(parameters, in_buckets=in_buckets)
         self.hooks: GradHooks | None = None
         self._parameters = list(parameters)
         self._machine = machine
-        self._limits = limits
         self._compiled_handle: Handle | None = None
         self._before_backward: Handle | None = None
         """Once it is known that the model has compiled code that reports gradients."""
@@ -56,7 +53,7 @@ class GradientIntake:
     ) -> None:
         """Put hooks on the parameters. They call `on_arrival()`, and compiled code calls `early(indices, gradients)`."""
         self.detach()
-        self._compiled_handle = on_compiled_gradients(self._parameters, early, self._limits)
+        self._compiled_handle = on_compiled_gradients(self._parameters, early)
         self.hooks = GradHooks(self._parameters, on_arrival)
         self._selected = None
 
@@ -106,27 +103,24 @@ class GradientIntake:
         if self._before_backward is None:
             self._before_backward = around_backward(BEGINS, self._backward_called)
             return []
-        if uses is not None and any(uses[i] != 1 for i in indices):
-            # Where a static graph has several uses, checkpoints accumulate several times, whose edges cannot be seen.
-            found = [(i, grad) for i, grad in zip(indices, gradients, strict=True) if uses[i] == 1]
-            indices, gradients = [i for i, _ in found], [grad for _, grad in found]
-        return compiled.take(indices, gradients)
+        # Where a static graph has several uses, checkpoints accumulate several times, whose edges cannot be seen.
+        found = zip(indices, gradients, strict=True)
+        return [i for i, grad in found if (uses is None or uses[i] == 1) and compiled.take(i, grad)]
 
     def _backward_called(self, tensors: Any) -> Callable[[], object] | None:
         """`backward` is called, from this model or from another one: see [Early gradients] in `compiled.py`."""
         expected = self._machine.state in (State.ARMED, State.RUNNING) and self._may_take_early
-        return self.compiled.expect(tensors, self.hooks) if expected and self.hooks is not None else None
+        return self.compiled.expect(tensors) if expected else None
 
     def count(self, indices: Sequence[int]) -> list[Launch]:
         """These gradients have arrived, in this order. Returns the buckets to be launched now, in order."""
         launches = self._machine.arrived(indices)
-        filled: dict[int, int] = {}
         for launch in launches:
-            filled[launch.filler] = filled.get(launch.filler, 0) + 1
             self._filled[launch.filler] = self._filled.get(launch.filler, 0) + 1
-        selected = self._selected
-        if selected is not None and filled != {i: selected[i] for i in indices if i in selected}:
-            self.call_all()
+        if self._selected is not None and indices:
+            last = indices[-1]
+            if self._selected.get(last, 0) != len(launches) or any(launch.filler != last for launch in launches):
+                self.call_all()
         return launches
 
     @property
