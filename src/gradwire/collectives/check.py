@@ -18,7 +18,7 @@ from gradwire.collectives.op_kinds import MOVES, REDUCES, REDUCES_SPARSE, OpFiel
 from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import UsageError, UsageTypeError
 
-_SUM, _BARRIER, _ALL_REDUCE = ReduceOp.SUM, OpKind.BARRIER, OpKind.ALL_REDUCE
+_SUM, _AVG, _BARRIER, _ALL_REDUCE = ReduceOp.SUM, ReduceOp.AVG, OpKind.BARRIER, OpKind.ALL_REDUCE
 _ROOTED = frozenset({OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER})
 _NUMBERED = _ROOTED | {OpKind.SEND, OpKind.RECV}
 _ONE_INPUT = frozenset({OpKind.REDUCE, OpKind.ALL_GATHER, OpKind.ALL_TO_ALL_SINGLE, OpKind.GATHER, OpKind.SEND})
@@ -38,7 +38,7 @@ def _describe(t: Tensor) -> str:
 
 def check_alone(op: OpFields) -> None:
     """Raise unless the record is well-formed by itself."""
-    if _is_plain_sum(op):
+    if _is_plain(op):
         return
     tensors = op.inputs if op.inputs is op.outputs else op.inputs + op.outputs
     for t in tensors:
@@ -69,16 +69,18 @@ def check_alone(op: OpFields) -> None:
         _check_outputs(op)
 
 
-def _is_plain_sum(op: OpFields) -> bool:
-    """The most frequent of all, in which nothing can be wrong: one contiguous tensor summed in place."""
-    if op.kind is not _ALL_REDUCE or op.reduce_op is not _SUM or op.outputs is not op.inputs or len(op.inputs) != 1:
+def _is_plain(op: OpFields) -> bool:
+    """The most frequent of all, in which nothing can be wrong: one contiguous tensor summed or averaged in place."""
+    if op.kind is not _ALL_REDUCE or op.outputs is not op.inputs or len(op.inputs) != 1:
+        return False
+    if op.reduce_op is not _SUM and op.reduce_op is not _AVG:
         return False
     if op.root is not None or op.peer is not None or op.tag or op.timeout is not None or op.factor is not None:
         return False
     t = op.inputs[0]
     if not isinstance(t, Tensor) or op.splits is not None or t.layout is not torch.strided:
         return False
-    return t.dtype in REDUCES and not t.is_meta and not t.is_nested and t.is_contiguous()
+    return op.reduce_op in REDUCES.get(t.dtype, ()) and not t.is_meta and not t.is_nested and t.is_contiguous()
 
 
 def _refuse_tensor(op: OpFields, t: Tensor) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def begin(
 
     try:
         reduction = start()
-        if not isinstance(reduction, Generator):
+        if not isinstance(reduction, GeneratorType) and not isinstance(reduction, Generator):
             raise _broken(
                 hook, turn, f"{method} is not a generator but returned {type(reduction).__name__}; it must yield"
             )

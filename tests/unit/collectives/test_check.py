@@ -120,6 +120,7 @@ def test_a_record_that_makes_no_sense_is_refused(problem: str, make: Make) -> No
         ("root is '0', not an int", lambda: build.broadcast(two, src="0")),  # type: ignore[arg-type]
         ("peer is 1.0, not an int", lambda: build.send(two, dst=1.0)),  # type: ignore[arg-type]
         ("op is 'sum'", lambda: build.all_reduce(two, op="sum")),  # type: ignore[arg-type]
+        (r"op is \[1\]", lambda: build.all_reduce(two, op=[1])),  # type: ignore[arg-type]
     ],
 )
 def test_a_value_of_the_wrong_type_is_a_type_error(problem: str, make: Make) -> None:

@@ -96,16 +96,16 @@ def run(reduction: Reduction, group: Group) -> Tensor:
 
 def start_single(reduction: Reduction, group: Group, hook: CommHook) -> Pending:
     """Start a reduction of one collective: submitted now in the caller's thread, and finished by the thread that waits."""
-    return _Single(reduction, group, repr(hook))
+    return _Single(reduction, group, hook)
 
 
 def _run(reduction: Reduction, submit: Callable[[Collective], Any]) -> Tensor:
     return pump(reduction, lambda op: submit(op).wait()).value
 
 
-def _refuse(hook: str, declared: str) -> Callable[[Collective], NoReturn]:
+def _refuse(hook: CommHook, declared: str) -> Callable[[Collective], NoReturn]:
     def refuse(op: Collective) -> NoReturn:
-        raise HookError(f"communication hook {hook} declares collectives = {declared} {op}.", hook=hook)
+        raise HookError(f"communication hook {hook!r} declares collectives = {declared} {op}.", hook=repr(hook))
 
     return refuse
 
@@ -128,7 +128,7 @@ class Driver:
         if hook.collectives == 1:
             return start_single(reduction, self.group, hook)
         if hook.collectives == 0:
-            return Finished(_run(reduction, _refuse(repr(hook), "0 but yielded")))
+            return Finished(_run(reduction, _refuse(hook, "0 but yielded")))
         ordered = _Ordered(grad, self.side_stream(grad.device)) if grad.is_cuda else None
         return _OnLane(reduction, self.group, self._lane, turn, ordered)
 
@@ -167,12 +167,12 @@ class Driver:
 class _Single:
     """One collective, submitted at once; what follows it runs in the waiter's thread."""
 
-    def __init__(self, reduction: Reduction, group: Group, hook: str) -> None:
+    def __init__(self, reduction: Reduction, group: Group, hook: CommHook) -> None:
         self._reduction = reduction
         self._hook = hook
         op = next(reduction, None)
         if op is None:
-            raise HookError(f"communication hook {hook} declares collectives = 1 but yielded none.", hook=hook)
+            raise HookError(f"communication hook {hook!r} declares collectives = 1 but yielded none.", hook=repr(hook))
         self._work = _on(group, group.submit)(op)
 
     def wait(self) -> Tensor:
