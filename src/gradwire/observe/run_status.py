@@ -12,8 +12,6 @@ from enum import Enum
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from gradwire.errors import UsageError
 from gradwire.observe.hangs.analysis import find_waiting
 from gradwire.observe.rings.rank_progress import RankProgress
@@ -182,6 +180,8 @@ def _rank_status(
 
 def _lateness(chosen: Mapping[int, Sequence[StepTimes]]) -> tuple[dict[int, float], int | None]:
     """By rank: the median of how much later than the median of the others it was ready; and who was last in most steps."""
+    import numpy as np  # not before: the launcher starts without it
+
     ready = ready_times(chosen)
     common = next(iter(ready.values()), {})
     if len(ready) < 2 or not common:

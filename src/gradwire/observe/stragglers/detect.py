@@ -23,15 +23,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from gradwire.observe.rings.clocks import aligned
 from gradwire.observe.rings.intervals import ranks_apart
 from gradwire.observe.rings.ring import read_rings
 from gradwire.observe.stragglers.steps import COMPUTE, Phase, StepTimes, step_times
 from gradwire.observe.units import milliseconds, ranks
+
+if TYPE_CHECKING:
+    import numpy as np
 
 WINDOW = 20
 PERIOD = 1.0
@@ -212,6 +213,8 @@ def _noticeable(by_phase: Sequence[Mapping[int, SlowPhase]], step_seconds: float
 
 def _slow_in(phase: Phase, rows: Times) -> dict[int, SlowPhase]:
     """By rank that is slow in `phase`: how slow."""
+    import numpy as np  # not before: the launcher starts without it
+
     table = np.array([[one.phases.get(phase, 0) for one in row] for row in rows.values()], np.float64)
     usual = medians_of_others(table)
     differences = table - usual
@@ -229,9 +232,12 @@ def _slow_in(phase: Phase, rows: Times) -> dict[int, SlowPhase]:
 def medians_of_others(table: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Of each value: the median of the others in its column.
 
+    >>> import numpy as np
     >>> medians_of_others(np.array([[1.0], [2], [2], [9]])).ravel().tolist()
     [2.0, 2.0, 2.0, 2.0]
     """
+    import numpy as np
+
     ordered, middle = np.sort(table, axis=0), (len(table) - 1) // 2
 
     def without(place: int) -> Any:
@@ -244,6 +250,8 @@ def medians_of_others(table: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _deviation(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Along the last axis."""
+    import numpy as np
+
     middle = np.median(values, axis=-1, keepdims=True)
     return np.asarray(np.median(np.abs(values - middle), axis=-1))
 
