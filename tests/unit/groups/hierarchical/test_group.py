@@ -106,9 +106,9 @@ def test_lanes_between_the_wrong_ranks_are_refused_on_every_rank() -> None:
         assert inside is not None
         HierarchicalGroup(inside, across)
 
-    for said in on_threads(lambda world: _refusal(world, make)):
-        assert "an `across` joins ranks whose places in their hosts are" in said
-        assert "join the ranks of equal rank" in said
+    for message in on_threads(lambda world: _refusal(world, make)):
+        assert "an `across` joins ranks whose places in their hosts are" in message
+        assert "join the ranks of equal rank" in message
 
 
 def test_leaders_that_are_not_first_are_refused() -> None:
@@ -118,8 +118,8 @@ def test_leaders_that_are_not_first_are_refused() -> None:
         assert inside is not None
         HierarchicalGroup(inside, across)
 
-    for said in on_threads(lambda world: _refusal(world, make)):
-        assert "not the first" in said or "places in their hosts are [[1, 1]]" in said
+    for message in on_threads(lambda world: _refusal(world, make)):
+        assert "not the first" in message or "places in their hosts are [[1, 1]]" in message
 
 
 @pytest.mark.parametrize("wrong", ["messages", "rank"])
@@ -129,8 +129,8 @@ def test_what_does_not_fit_a_layout_is_named(wrong: str) -> None:
         named = {"rank": world.rank, "messages": inside} if wrong == "messages" else {}
         HierarchicalGroup(inside, across, layout=TWO_BY_TWO, **named)  # type: ignore[arg-type]
 
-    for said in on_threads(lambda world: _refusal(world, make)):
-        assert "HierarchicalGroup: messages is" in said or "a layout was given, but no rank" in said
+    for message in on_threads(lambda world: _refusal(world, make)):
+        assert "HierarchicalGroup: messages is" in message or "a layout was given, but no rank" in message
 
 
 def test_without_messages_a_message_goes_where_both_ends_are() -> None:
@@ -152,7 +152,9 @@ def test_without_messages_a_message_goes_where_both_ends_are() -> None:
     results = on_threads(talk)
     assert [rank[:-2] for rank in results] == [[], [(0, 1)], [(0, 2)], []]
     for rank in results:
-        assert all("there is no group that joins the two. Make the group with discover()" in said for said in rank[-2:])
+        assert all(
+            "there is no group that joins the two. Make the group with discover()" in message for message in rank[-2:]
+        )
 
 
 def test_without_messages_a_sub_group_stays_in_its_host() -> None:
@@ -165,9 +167,9 @@ def test_without_messages_a_sub_group_stays_in_its_host() -> None:
             sub.close()
             return t.item(), _refusal(world, lambda world: group.split(0))
 
-    for total, said in on_threads(split):
+    for total, message in on_threads(split):
         assert total == 2
-        assert "it spans hosts, and there is no group of all ranks to make its parts of" in said
+        assert "it spans hosts, and there is no group of all ranks to make its parts of" in message
 
 
 def test_a_rank_that_does_not_come_to_the_discovery_is_named() -> None:
