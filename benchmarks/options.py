@@ -29,6 +29,7 @@ OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to
 TASKS = {"digits": 2000, "text": 4500, "text-short": 400}
 """Tasks of parity, and their number of steps."""
 OVERLAP_HOOKS = ("mean", "bf16", "quantize8", "power_sgd", "top_k")
+HOST_HOOKS = ("quantize8", "power_sgd", "top_k", "sign")
 PARITY_HOOKS = ("quantize8", "quantize4", "quantize1", "power_sgd", "top_k", "diloco")
 REFERENCE = "torch"
 """torch's DDP without a hook, in slowlink."""
@@ -148,6 +149,19 @@ def overhead(parser: Parser) -> None:
         "--against", type=Path, metavar="PATH", help="instead: this checkout and the one at PATH, in turns"
     )
     add("--processes", type=at_least(1), default=4, help="with --against: pairs of processes (default: %(default)s)")
+    _files(parser)
+
+
+def host(parser: Parser) -> None:
+    """Host time of hooks at world size 1."""
+    add = functools.partial(parser.add_argument, metavar="N")
+    _device(parser)
+    _choice(parser, "--size", SIZES, None, "size of the model, of GPT-2's shape; on cuda small unless given, else tiny")
+    batches = "sequences per step (default: %(default)s)"
+    add("--batch", type=list_of(at_least(1)), default="8,32", metavar="N,N", help=batches)
+    _names(parser, "--hooks", HOOKS, HOST_HOOKS, "hooks, after mean")
+    parser.add_argument("--compiled", action="store_true", help="torch.compile around every variant")
+    add("--rounds", type=at_least(2), default=7, help="turns of each variant (default: %(default)s)")
     _files(parser)
 
 
@@ -306,6 +320,13 @@ BENCHMARKS: Mapping[str, tuple[Callable[[Parser], Any], str, str]] = {
         "collectives (middle) and after the last (decompress), the bytes that a rank sends, and how far the first step's result "
         "is from the true mean, next to torch's own hooks. Collectives themselves are not timed. Ranks are simulated in this "
         "process; gradients are normal random numbers in matrices of 1024 columns.",
+    ),
+    "host": (
+        host,
+        "host time and step time with each hook, on one rank",
+        "The time until backward() returns and the time of a step at world size 1, where communication is free (NCCL on cuda), "
+        "for the bare model, torch's DistributedDataParallel and gradwire's with mean() and with other hooks, of a model of "
+        "GPT-2's shape, under bfloat16 autocast on cuda. Differences and ratios are to torch's DDP without a hook.",
     ),
     "overhead": (
         overhead,

@@ -201,3 +201,23 @@ def test_the_machine_has_a_name():
     facts = describe()
     assert set(facts) == {"cpu", "system", "software", "loops", "load"}
     assert all(facts.values())
+
+
+def test_host_compares_each_hook_with_torchs_ddp(capsys, tmp_path):
+    file = tmp_path / "host.json"
+    assert main(["host", "--hooks", "quantize8,sign", "--batch", "1,2", "--rounds", "2", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "communication is free" in " ".join(out.split())
+    data = json.loads(file.read_text())
+    assert [one["title"] for one in data["figures"]] == ["eager, batch 1", "eager, batch 2"]
+    for figures in data["figures"]:
+        rows = figures["rows"]
+        assert list(rows) == ["bare", "torch", "gradwire", "quantize8", "sign"]
+        assert all(
+            len(row[key]["rounds"]) == 2 and min(row[key]["rounds"]) > 0
+            for row in rows.values()
+            for key in ("step", "host")
+        )
+        host = [rows[name]["host"]["rounds"] for name in ("sign", "torch")]
+        assert rows["sign"]["host_more"]["rounds"] == [mine - theirs for mine, theirs in zip(*host, strict=True)]
