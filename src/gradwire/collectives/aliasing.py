@@ -149,3 +149,9 @@ def _footprint(t: Tensor, low: int, high: int, unit: int) -> Tensor:
     strides = [stride * per for stride in t.stride()]
     places.as_strided((*t.shape, per), (*strides, 1), (t.data_ptr() - low) // unit).fill_(True)
     return places
+
+
+def keep_for(stream: torch.cuda.Stream, t: Tensor) -> None:
+    """Keep the memory of a tensor from being allocated again before `stream` is done with it."""
+    for part in (t._indices(), t._values()) if t.is_sparse else (t,):
+        part.record_stream(stream)

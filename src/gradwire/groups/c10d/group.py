@@ -129,10 +129,10 @@ class C10dGroup(Group):
             if self.size == 1 and is_identity(op):
                 work.finish()  # nothing to do, and some engines would make a pass over the data
                 return work
-            if engine.stream_ordered:
-                self._run_through(work, backend, engine)
-            elif not engine.may_block and engine.takes(op) and self._lane.idle:
+            if (engine.stream_ordered or self._lane.idle) and not engine.may_block and engine.takes(op):
                 self._start(work, op, backend, engine)
+            elif engine.stream_ordered:
+                self._run_through(work, backend, engine)
             else:
                 ready = SideStreams.mark(op.device)
                 self._lane.put(lambda: self._run_program(work, backend, engine, ready))
@@ -147,7 +147,8 @@ class C10dGroup(Group):
         except Exception as error:
             self._broken(work, error, engine)
             return
-        work.watch(native, lambda error: self._broken(work, error, engine), self._poller)
+        broken = functools.partial(self._broken, work, engine=engine)
+        work.watch(native, broken, self._poller, ordered=engine.stream_ordered)
 
     def _run_program(self, work: C10dWork, backend: Any, engine: C10dEngine, ready: torch.cuda.Event | None) -> None:
         """On the lane: run one step after another, waiting for each."""
@@ -171,16 +172,16 @@ class C10dGroup(Group):
             program.close()
 
     def _run_through(self, work: C10dWork, backend: Any, engine: C10dEngine) -> None:
-        """Stream-ordered engines: enqueue everything now; the poller detects when the device is done."""
+        """Stream-ordered engines: enqueue all steps now, on a side stream; the poller detects when the device is done."""
         work.ledger.started(work, time.perf_counter())
         try:
-            for step in engine.program(work.op, rank=self.rank, size=self.size):
-                native = engine.call(backend, step, work.timeout + ENGINE_MARGIN)
-                native.wait()
+            with self._side_stream.behind(work.op):
+                for step in engine.program(work.op, rank=self.rank, size=self.size):
+                    native = engine.call(backend, step, work.timeout + ENGINE_MARGIN)
+                    native.wait()
+                work.watch_stream(self._poller)
         except Exception as error:
             self._broken(work, error, engine)
-            return
-        work.watch_stream(self._poller)
 
     def _start_p2p(self, work: C10dWork, backend: Any, engine: C10dEngine) -> None:
         """Sends and receives do not queue behind anything: see Note [Threads for messages]."""

@@ -5,6 +5,9 @@ The caller, if it waits: it waits inside the engine and settles the Work itself,
 thread. The poller's thread, if something must be called promptly: a future, a done-callback, a completion hook, a listener.
 Otherwise the watchdog's tick, which is soon enough for a Work that was dropped.
 
+An engine that orders streams has a stream of its own, which waits for what the caller has enqueued so far. A wait makes the
+waiter's current stream wait for that one, and none does before: what the caller enqueues meanwhile runs beside the operation.
+
 Note [CUDA tensors over a host engine]
 Gloo takes CUDA tensors and works on the host: it reads them in the order of the calling thread's current stream, and the result is
 ordered before later work on the waiting thread's current stream. But the current stream is thread-local: the lane and the poller
@@ -29,6 +32,7 @@ from typing import Any
 import torch
 
 from gradwire.collectives import Collective
+from gradwire.collectives.aliasing import keep_for
 from gradwire.events import is_kept
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
@@ -49,14 +53,27 @@ class SideStreams:
         if device.type != "cuda":
             yield
             return
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        side = self._streams[device]
+        side = self._stream(device)
         with torch.cuda.device(device), torch.cuda.stream(side):
             if after is not None:
                 side.wait_event(after)
             yield
             side.synchronize()
+
+    @contextlib.contextmanager
+    def behind(self, op: Collective) -> Iterator[None]:
+        """Run the block, which works on the tensors of `op`, on that stream after what the current stream has been given so far."""
+        side = self._stream(op.device)
+        side.wait_stream(torch.cuda.current_stream(op.device))
+        for t in op.tensors:
+            keep_for(side, t)
+        with torch.cuda.stream(side):
+            yield
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
 
     @staticmethod
     def mark(device: torch.device) -> torch.cuda.Event | None:
@@ -89,14 +106,19 @@ class C10dWork(Work):
         self.left_in_engine = False  # whether the engine was still busy with it when it failed here
         self.native: Any = None
         """c10d's Work, while the engine is busy with this one."""
+        self._ordered = False  # whether a wait for `native` only orders the current stream
         self._event: torch.cuda.Event | None = None
         self._on_error: Callable[[BaseException], None] | None = None
         self._poller: CompletionPoller | None = None
         self._polled = False
 
-    def watch(self, native: Any, on_error: Callable[[BaseException], None], poller: CompletionPoller) -> None:
+    def watch(
+        self, native: Any, on_error: Callable[[BaseException], None], poller: CompletionPoller, *, ordered: bool = False
+    ) -> None:
+        """The engine is busy with it. `ordered`: a wait for `native` only orders the current stream."""
         self._on_error = on_error
         self._poller = poller
+        self._ordered = ordered
         self.native = native
         self._poll_if_needed()
 
@@ -110,7 +132,7 @@ class C10dWork(Work):
     def _settle(self, outcome: list[BaseException | None], source_rank: int | None) -> bool:
         settled = super()._settle(outcome, source_rank)
         native, self.native = self.native, None  # a caller that keeps this Work must not keep the engine's sockets open
-        if native is not None and not native.is_completed() and self._poller is not None:
+        if native is not None and not self._ordered and not native.is_completed() and self._poller is not None:
             self.left_in_engine = True
             self._poller.abandon(native)
         self._on_error = None  # it references the group and this Work: a cycle that would keep the tensors alive
@@ -145,6 +167,9 @@ class C10dWork(Work):
             if event is not None:
                 if not event.query():
                     return False
+            elif self._ordered:
+                if native is None or not native.is_completed():
+                    return self.settled
             elif native is None or self._poller is None or not self._poller.wait(native, limit, self.op.device):
                 return self.settled
         except BaseException as error:
@@ -160,8 +185,7 @@ class C10dWork(Work):
 
     def wait_settled(self, limit: float) -> bool:
         """As in Work, but inside the engine; an operation on a CUDA stream orders the current stream instead."""
-        if self._event is not None:
-            torch.cuda.current_stream(self.op.device).wait_event(self._event)
+        if self._order():
             return True
         deadline = time.perf_counter() + limit
         while self.native is not None and (left := deadline - time.perf_counter()) > 0:
@@ -173,10 +197,25 @@ class C10dWork(Work):
         """As in Work; with a stream-ordered engine it is completed at once and preserves stream order, as with NCCL."""
         future = super().get_future()
         self._poll_if_needed()
-        if self._event is not None and self._future is not None and not self._future.completed:
-            torch.cuda.current_stream(self.op.device).wait_event(self._event)
+        if self._future is not None and not self._future.completed and self._order():
             self._future.complete(self._error, self.op.outputs)
         return future
+
+    def _order(self) -> bool:
+        """Make the current stream wait for the engine's, and return True, if the engine orders streams."""
+        native = self.native
+        if self._event is not None:
+            stream = torch.cuda.current_stream(self.op.device)
+            stream.wait_event(self._event)
+            for t in self.op.outputs:
+                keep_for(stream, t)
+        elif self._ordered and native is not None:  # else the engine is done, or has failed
+            try:
+                native.wait()
+            except Exception as error:
+                if (on_error := self._on_error) is not None:
+                    on_error(error)
+        return self._ordered or self._event is not None
 
 
 class CompletionPoller:
@@ -228,7 +267,7 @@ class CompletionPoller:
 
     def _settle(self, work: C10dWork) -> None:
         while not self.stopping and not work.poll(_SLICE):
-            if work._event is not None:
+            if work._event is not None or work._ordered:
                 time.sleep(0.0005)  # CUDA events can only be waited for without a timeout; polling can be stopped
 
     def stop(self, timeout: float) -> None:

@@ -2,8 +2,9 @@
 
 Note [Where a reduction runs]
 On CUDA, if the group orders streams, it runs straight through in the caller's thread under a side stream: `wait` then does
-not block the host, so the whole hook is enqueued while backward continues. Elsewhere a hook of no collective is done at once; a
-hook of one is submitted at once and finished by its waiter; a hook of several runs on the group's lane, one bucket
+not block the host, so the whole hook is enqueued while backward continues. Not so `mean()`, which computes nothing: the engine has
+a stream of its own, and to switch streams costs more host time than all the rest of a launch. Elsewhere a hook of no collective is
+done at once; a hook of one is submitted at once and finished by its waiter; a hook of several runs on the group's lane, one bucket
 after another, so that all ranks submit their collectives in the same order. What the lane does on CUDA (gloo takes CUDA
 tensors and orders no streams) is on the side stream, behind what the caller had enqueued at launch.
 
@@ -28,11 +29,13 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, Scope
+from gradwire.collectives.aliasing import keep_for
 from gradwire.collectives.reference import perform
 from gradwire.errors import CollectiveTimeout, HookError
 from gradwire.groups.base import Group
 from gradwire.groups.work import Work
 from gradwire.hooks.base import CommHook, Reduction, Turn
+from gradwire.hooks.dense import Mean
 from gradwire.hooks.periodic.base import OuterHook
 from gradwire.hooks.pump import begin, pump
 from gradwire.recorder import writer
@@ -122,7 +125,7 @@ class Driver:
 
     def launch(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
         """Start reducing `grad`; never waits for another rank, except on groups that block in `submit`."""
-        if grad.device.type == "cuda" and self.group.orders_streams(grad.device):
+        if type(hook) is not Mean and grad.device.type == "cuda" and self.group.orders_streams(grad.device):
             return self._launch_on_stream(hook, grad, state, turn)
         reduction = gradient_reduction(self.group, hook, grad, state, turn)
         if hook.collectives == 1:
@@ -226,7 +229,7 @@ class _Ordered:
         self.value: Tensor
         self._side = side
         self._ready = torch.cuda.current_stream(grad.device).record_event()
-        _keep(grad, side)
+        keep_for(side, grad)
         self._done = torch.cuda.Event()
 
     @contextlib.contextmanager
@@ -244,11 +247,5 @@ class _Ordered:
         stream = torch.cuda.current_stream(self._side.device)
         stream.wait_event(self._done)
         if self.value.is_cuda:
-            _keep(self.value, stream)
+            keep_for(stream, self.value)
         return self.value
-
-
-def _keep(t: Tensor, stream: torch.cuda.Stream) -> None:
-    """The allocator must not hand the tensor's memory out again before `stream` is done with it."""
-    for part in (t._indices(), t._values()) if t.is_sparse else (t,):
-        part.record_stream(stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -54,6 +55,65 @@ def test_nccl_does_not_receive_from_anybody_and_orders_streams():
     assert not NCCL.takes(build.recv(torch.ones(2)))
     assert NCCL.takes(build.recv(torch.ones(2), src=1))
     assert NCCL.stream_ordered
+
+
+class OnStream:
+    """c10d's Work of an engine that orders streams."""
+
+    def __init__(self, error: RuntimeError | None = None) -> None:
+        self.waits, self.completed, self.error = 0, False, error
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+
+@pytest.fixture
+def on_stream():
+    """Submits a collective to an engine that orders streams, whose Work is given."""
+    with C10dGroup.gloo(dist.HashStore(), 0, 1) as group:
+
+        def submit(native: OnStream) -> Work:
+            group._backends["cpu"] = None, replace(NCCL, call=lambda *_: native)
+            return group.submit(build.all_gather_into_tensor(torch.empty(2), torch.ones(2)))
+
+        yield submit
+
+
+def test_no_stream_waits_before_the_waiters_does(on_stream) -> None:
+    native = OnStream()
+    work = on_stream(native)
+    assert native.waits == 0
+    assert work.wait()
+    assert work.wait()
+    assert (native.waits, work.settled, work.is_completed()) == (2, False, False)  # each in its own stream's order
+    native.completed = True
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.wait()
+    assert native.waits == 2
+
+
+def test_a_future_of_such_an_engine_is_ordered_at_once(on_stream) -> None:
+    native = OnStream()
+    work = on_stream(native)
+    assert work.get_future().done()
+    assert (native.waits, work.settled) == (1, False)
+    native.completed = True
+    assert work.is_completed()
+
+
+def test_what_such_an_engine_raises_in_a_wait_fails_the_group(on_stream) -> None:
+    work = on_stream(OnStream(RuntimeError("NCCL error: remote process exited")))
+    for _ in range(2):
+        with pytest.raises(GroupError, match="remote process exited"):
+            work.wait()
+    with pytest.raises(GroupError, match="remote process exited"):
+        on_stream(OnStream())
 
 
 class Engine:
