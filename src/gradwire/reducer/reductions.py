@@ -53,10 +53,12 @@ class Reductions:
         self._intake.compiled.use_accumulated(self._buckets.layout.members[launch.bucket])
 
     def launch(self, launches: Sequence[Launch]) -> None:
-        with torch.no_grad():
-            for launch in launches:
-                if not self.unused or not set(self._buckets.layout.members[launch.bucket]).issubset(self.unused):
-                    self._pending.append((launch, self._launch(launch)))
+        if torch.is_grad_enabled():  # not in a backward, unless with create_graph; and no_grad costs as much as ten calls
+            with torch.no_grad():
+                return self.launch(launches)
+        for launch in launches:
+            if not self.unused or not set(self._buckets.layout.members[launch.bucket]).issubset(self.unused):
+                self._pending.append((launch, self._launch(launch)))
 
     def _launch(self, launch: Launch) -> Pending:
         buckets, bucket = self._buckets, launch.bucket
