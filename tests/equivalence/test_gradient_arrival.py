@@ -174,13 +174,18 @@ def all_outcomes(rank: int, device: str = "cpu") -> dict[Any, Any]:
     return done
 
 
-CONVERSIONS = {"double": torch.float64, "bfloat16": torch.bfloat16, "one layer": torch.float32}
+CONVERSIONS = {
+    "double": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "and back": torch.float32,
+    "one layer": torch.float32,
+}
 """Of the whole model, or of a layer inside it; with the dtype of inputs."""
 
 
 def convert(ddp: nn.Module, layers: Layers, conversion: str) -> None:
     if conversion != "one layer":
-        ddp.to(CONVERSIONS[conversion])
+        (ddp.bfloat16() if conversion == "and back" else ddp).to(CONVERSIONS[conversion])
         return
     layers.layers[2].double()
     layers.layers[2].register_forward_pre_hook(lambda module, inputs: (inputs[0].double(),))

@@ -77,9 +77,14 @@ class GradHooks:
         self.select(range(len(self._parameters)))
 
     def converted(self) -> bool:
-        """Whether parameters have another dtype or device than when they were hooked, and so accumulators without hooks."""
-        return list(map(_dtype, self._parameters)) != self._dtypes or self._devices != list(
-            map(Tensor.get_device, self._parameters)
+        """Whether parameters have another dtype or device than when they were hooked, and so accumulators without hooks.
+
+        One that was converted and converted back has another accumulator too; this is asked of the first only, for speed.
+        """
+        return (
+            list(map(_dtype, self._parameters)) != self._dtypes
+            or list(map(Tensor.get_device, self._parameters)) != self._devices
+            or _accumulator(self._parameters[0]) is not self._nodes[0]
         )
 
     def select(self, indices: Collection[int]) -> None:

@@ -53,9 +53,10 @@ class Reductions:
         self._intake.compiled.use_accumulated(self._buckets.layout.members[launch.bucket])
 
     def launch(self, launches: Sequence[Launch]) -> None:
-        if torch.is_grad_enabled():  # not in a backward, unless with create_graph; and no_grad costs as much as ten calls
+        if torch.is_grad_enabled():  # as it is not in a backward, and to enter no_grad costs as much as ten calls
             with torch.no_grad():
-                return self.launch(launches)
+                self.launch(launches)
+            return
         for launch in launches:
             if not self.unused or not set(self._buckets.layout.members[launch.bucket]).issubset(self.unused):
                 self._pending.append((launch, self._launch(launch)))

@@ -192,6 +192,13 @@ def test_a_converted_parameter_is_found_and_can_be_hooked_again(listener: Listen
     assert [i for i, _ in listener.calls] == [1]
 
 
+def test_a_model_that_was_converted_and_converted_back_is_found(listener: Listener) -> None:
+    for convert in (Tensor.bfloat16, Tensor.float):
+        for p in listener.params:
+            p.data = convert(p.data)
+    assert listener.hooks.converted()
+
+
 def test_they_keep_nothing_alive() -> None:
     gc.collect()
     gc.disable()
