@@ -99,14 +99,9 @@ class Spartan(TrackedWrapper):
         if op.kind is OpKind.ALL_REDUCE:
             (one, *more) = op.inputs
             return not more and is_plain(one) and one.dtype is torch.float32 and op.reduce_op is ReduceOp.SUM
-        moves = (
-            OpKind.BROADCAST,
-            OpKind.ALL_GATHER_INTO_TENSOR,
-            OpKind.ALL_TO_ALL_SINGLE,
-            OpKind.GATHER,
-            OpKind.SCATTER,
-        )
-        both_splits = op.kind is not OpKind.ALL_TO_ALL_SINGLE or (op.splits is not None and all(op.splits))
+        single, into = OpKind.ALL_TO_ALL_SINGLE, OpKind.ALL_GATHER_INTO_TENSOR
+        moves = (OpKind.BROADCAST, into, single, OpKind.GATHER, OpKind.SCATTER)
+        both_splits = op.kind is not single or (op.splits is not None and all(op.splits))
         plain_bytes = all(is_plain(t) and t.dtype is torch.uint8 and t.dim() == 1 for t in op.inputs + op.outputs)
         return op.kind in moves and plain_bytes and both_splits and len(op.tensors) <= 1
 

@@ -17,15 +17,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, *FLOAT8)
 COMPLEX = (torch.complex64, torch.complex128)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16)
 DTYPES = (*FLOATS, *COMPLEX, *INTEGERS, torch.bool)
-_ONE_OF_EACH_SORT = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.int8,
-    torch.uint16,
-    torch.bool,
-)
+_SORTS = (torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64, torch.int8, torch.uint16, torch.bool)
 
 LARGEST = 2
 """The largest floating-point value drawn; tolerances are computed from it."""
@@ -33,7 +25,7 @@ LARGEST = 2
 
 def dtypes(world: int) -> tuple[torch.dtype, ...]:
     """Every dtype; in a large world, where the cost of a case is quadratic in its size, one of each sort."""
-    return DTYPES if world <= 4 else _ONE_OF_EACH_SORT
+    return DTYPES if world <= 4 else _SORTS
 
 
 def reductions_of(dtype: torch.dtype) -> list[ReduceOp]:
@@ -50,8 +42,8 @@ _POOL = 16_411
 
 
 @functools.cache
-def _pool(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random values of one dtype. float8 holds -1, 0 and 1 only, whose sums of up to 8 are exact."""
+def _pool(dtype: torch.dtype, device: torch.device, copies: int) -> Tensor:
+    """Random values of one dtype, repeated. float8 holds -1, 0 and 1 only, whose sums of up to 8 are exact."""
     generator = torch.Generator().manual_seed(20)
 
     def integers(low: int, high: int) -> Tensor:
@@ -70,17 +62,15 @@ def _pool(dtype: torch.dtype, device: torch.device) -> Tensor:
         values = reals()
     else:
         values = integers(-8 if dtype.is_signed else 0, 9)
-    return values.to(dtype).to(device)
+    return values.to(dtype).to(device).repeat(copies)
 
 
 def draw(shape: Sequence[int], dtype: torch.dtype, *key: int) -> Tensor:
     """The tensor of `key`, on the default device: a slice, at an offset given by the key, of values drawn once."""
-    place = 7
+    place, count = 7, math.prod(shape)
     for number in key:
         place = (place * 1_000_003 + number + 1) % (2**31 - 1)
-    pool, count = _pool(dtype, torch.get_default_device()), math.prod(shape)
-    if count >= len(pool):
-        pool = pool.repeat(count // len(pool) + 2)
+    pool = _pool(dtype, torch.get_default_device(), 1 if count < _POOL else count // _POOL + 2)
     first = place % (len(pool) - count)
     return pool[first : first + count].clone().view(tuple(shape))
 
