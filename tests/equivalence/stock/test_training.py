@@ -210,7 +210,7 @@ TOOLS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def results(fresh: Callable[..., Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """What every tool trained, on both ranks, over gloo and over gradwire."""
 
@@ -231,19 +231,13 @@ def results(fresh: Callable[..., Any]) -> tuple[list[dict[str, Any]], list[dict[
     return over_gloo, over_gradwire
 
 
-@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name__)
-def test_same_parameters_as_over_gloo(results: tuple[list[dict[str, Any]], ...], tool: Callable[..., Any]) -> None:
-    over_gloo, over_gradwire = results
-    for rank in range(2):
-        assert tool.__name__ in over_gloo[rank], over_gloo[rank]["failed"]
-        assert tool.__name__ in over_gradwire[rank], over_gradwire[rank]["failed"]
+def test_same_parameters_as_over_gloo(results: tuple[list[dict[str, Any]], ...]) -> None:
+    """One test, because every worker that has a part of it would train with all tools."""
+    for over_gloo, over_gradwire in zip(*results, strict=True):
+        for done in (over_gloo, over_gradwire):
+            assert done.keys() == {tool.__name__ for tool in TOOLS}, done.get("failed")
         # Sums of float32 may be formed in another order.
-        torch.testing.assert_close(
-            over_gradwire[rank][tool.__name__], over_gloo[rank][tool.__name__], rtol=1e-5, atol=1e-6
-        )
-
-
-def test_training_moved_the_parameters(results: tuple[list[dict[str, Any]], ...]) -> None:
+        torch.testing.assert_close(over_gradwire, over_gloo, rtol=1e-5, atol=1e-6)
     trained = results[1][0]["ddp"]
     assert not torch.allclose(trained, flat(make_model()), atol=1e-2)
     assert torch.equal(trained, results[1][1]["ddp"])
