@@ -9,13 +9,14 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _pytest.doctest import DoctestModule
 
 from gradwire import observe
 from gradwire.lab import Host
@@ -50,9 +51,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         os.setpgid(0, 0)  # shared memory that processes of another worker hold is then no leftover of a test here
     # What tests run is recorded here, and not among the user's runs.
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="gradwire-tests-")
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # started in the background; tests of Ctrl-C would wait in vain
+    # Where pytest was started in the background, tests of Ctrl-C would wait in vain.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks.DEFAULT_LEFTOVERS = LeftBehind.RAISE
     ranks.DEFAULT_TIMEOUT = 300.0  # only ends a hang: no busy machine is that slow
@@ -60,6 +60,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         importlib.import_module("tqdm").tqdm.monitor_interval = 0
     WARM.open_door()
     prime()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Docstrings of tests have no examples, and to look for some every worker would import all helpers."""
+    return [file for file in (yield) if not isinstance(file, DoctestModule)]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

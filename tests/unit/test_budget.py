@@ -6,6 +6,7 @@ The limits rise only by an issue that says so.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from collections import Counter, defaultdict
@@ -14,7 +15,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "gradwire"
 FILES = sorted(SOURCE.rglob("*.py"))
-TREES = {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text()) for path in FILES}
 
 CODE_LINES = 31_000
 PHYSICAL_LINES = 45_000
@@ -22,14 +22,14 @@ SHARE_OF_TEXT = 0.28
 TEST_LINES = 48_000
 
 _NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
+}  # fmt: skip
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Every file of the package. Not when the file is imported: every worker does that."""
+    return {path.relative_to(SOURCE).as_posix(): ast.parse(path.read_text()) for path in FILES}
 
 
 def code_lines(path: Path) -> int:
@@ -88,10 +88,10 @@ def test_six_modules_at_the_top() -> None:
 
 def test_functions_fit_a_screen() -> None:
     """But kernels and compiled loops, which cannot call functions."""
-    kernels = {name for name in TREES if name.endswith(("kernels.py", "loops.py"))}
+    kernels = {name for name in trees() if name.endswith(("kernels.py", "loops.py"))}
     long = {
         (name, node.name): (node.end_lineno or 0) - node.lineno + 1
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if name not in kernels
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -102,7 +102,7 @@ def test_functions_fit_a_screen() -> None:
 def test_a_public_class_name_is_used_once() -> None:
     names = Counter(
         node.name
-        for tree in TREES.values()
+        for tree in trees().values()
         for node in tree.body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
@@ -113,7 +113,7 @@ def test_a_base_name_is_used_once_in_a_layer() -> None:
     """But by parallel files of sibling packages."""
     parallel = {"__init__.py", "group.py", "engine.py", "work.py", "base.py", "layout.py"}
     layers: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name in TREES:
+    for name in trees():
         layer, _, rest = name.partition("/")
         base = name.rsplit("/", 1)[-1]
         if rest and base not in parallel:

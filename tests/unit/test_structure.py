@@ -1,6 +1,7 @@
 """Limits on the source that keep it readable: no import circles, no large files or classes, no names that are easily confused."""
 
 import ast
+import functools
 from graphlib import CycleError, TopologicalSorter
 from itertools import combinations
 from pathlib import Path
@@ -8,12 +9,17 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
-MODULES = {
-    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
-    for path in sorted(SOURCE.rglob("*.py"))
-}
 TORCHS_OWN = {"TorchSurface", "PrivateStore", "ProcessGroupBase"}
 """Classes with torch's methods."""
+
+
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package. Not when the file is imported: every worker does that."""
+    return {
+        ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
+        for path in sorted(SOURCE.rglob("*.py"))
+    }
 
 
 def imports(tree: ast.Module) -> set[str]:
@@ -22,28 +28,28 @@ def imports(tree: ast.Module) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             whole = (f"{node.module}.{alias.name}" for alias in node.names)
-            found |= {name if name in MODULES else node.module for name in whole}
+            found |= {name if name in modules() else node.module for name in whole}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    return found & MODULES.keys()
+    return found & modules().keys()
 
 
 def test_there_are_no_import_circles() -> None:
     try:
-        TopologicalSorter({name: imports(tree) - {name} for name, tree in MODULES.items()}).prepare()
+        TopologicalSorter({name: imports(tree) - {name} for name, tree in modules().items()}).prepare()
     except CycleError as circle:
         pytest.fail(" -> ".join(circle.args[1]))
 
 
 def test_files_are_short() -> None:
-    long = {name: tree.body[-1].end_lineno or 0 for name, tree in MODULES.items() if tree.body}
+    long = {name: tree.body[-1].end_lineno or 0 for name, tree in modules().items() if tree.body}
     assert [name for name, lines in long.items() if lines > 400] == []
 
 
 def test_classes_are_small() -> None:
     large = {
         node.name
-        for tree in MODULES.values()
+        for tree in modules().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and sum(isinstance(one, ast.FunctionDef) for one in node.body) > 25
     }
@@ -60,7 +66,7 @@ def test_functions_have_few_parameters() -> None:
     compiled = {"gradwire.hooks.compressors.quantized.kernels", "gradwire.hooks.compressors.quantized.loops"}
     many = {
         (name, node.name)
-        for name, tree in MODULES.items()
+        for name, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and parameters(node) > 6 and name not in compiled
     }

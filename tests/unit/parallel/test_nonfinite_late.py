@@ -68,10 +68,7 @@ def test_the_next_backward_raises_with_rank_and_parameter(group: Group, flags: A
 @on_ranks(2)
 def test_overflows(group: Group, gradients: Gradients) -> None:
     """Of one rank's gradient in float16, and of a sum that no rank's gradient explains."""
-    for hook, scale, ranks, rank in (
-        (chain(cast(torch.float16), mean()), 1e9, (1,), 1),
-        (mean(), 3e38, (0, 1), None),
-    ):
+    for hook, scale, ranks, rank in ((chain(cast(torch.float16), mean()), 1e9, (1,), 1), (mean(), 3e38, (0, 1), None)):
         model = nn.Linear(1, 1, bias=False)
         replica = replicate(model, group=group, hook=hook, nonfinite=NonFinite.RAISE, gradients=gradients)
         optimizer = attached(replica, fused(model, torch.optim.SGD))
