@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from _pytest.doctest import DoctestModule
@@ -42,6 +43,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # oneDNN writes every kernel that it makes to /tmp/perf-PID.map, keeps the file open and leaves it there.
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
+
+# A busy machine takes longer for an example than any limit that would be of use.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 WARM = WarmPython()
 

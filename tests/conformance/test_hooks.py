@@ -250,7 +250,7 @@ chains = st.builds(
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=4)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(chain=chains, shapes=shapes, ranks=st.integers(1, 5), seed=st.integers(0, 999))
 @example(
     Chain(("cast to bfloat16", "random_k"), "quantize 2, stochastic", feedback=False), [(0,), (), (9, 6), ()], 5, 613

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.autograd import HookChain, Kind
@@ -48,7 +48,6 @@ def call(chain: HookChain, value: torch.Tensor) -> torch.Tensor:
     return value if result is None else result
 
 
-@settings(deadline=None)
 @given(kind=st.sampled_from([Kind.ON_GRAD, *TUPLES]), actions=st.lists(ACTIONS, max_size=6))
 def test_a_chain_is_the_composition_of_its_hooks(kind: Kind, actions: list[str]) -> None:
     chain, calls = HookChain(kind), []
@@ -58,7 +57,6 @@ def test_a_chain_is_the_composition_of_its_hooks(kind: Kind, actions: list[str])
     assert len(chain) == len(handles)
 
 
-@settings(deadline=None)
 @given(
     kind=st.sampled_from([Kind.ON_GRAD, *TUPLES]),
     actions=st.lists(ACTIONS, min_size=1, max_size=6),
@@ -102,7 +100,6 @@ def test_a_pass_runs_its_snapshot(
     assert calls == kept + [100] * len(additions)
 
 
-@settings(deadline=None)
 @given(operations=st.lists(st.one_of(st.none(), st.integers(0, 9)), max_size=20))
 def test_handles_are_idempotent_and_uninstall_comes_when_the_last_goes(operations: list[int | None]) -> None:
     uninstalled: list[int] = []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +27,6 @@ def filled(outputs: list[torch.Tensor], params: list[torch.Tensor]) -> set[int]:
     return {index for index, param in enumerate(params) if param.grad is not None}
 
 
-@settings(deadline=None)
 @given(
     steps=st.lists(st.tuples(st.sampled_from("+*v"), st.integers(0, 99), st.integers(0, 99)), max_size=25),
     picks=st.lists(st.integers(0, 99), max_size=3),

@@ -96,7 +96,7 @@ FIELDS = {
 }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(size=st.integers(2, 9), data=st.data(), field=st.sampled_from(sorted(FIELDS)))
 def test_one_rank_that_differs_in_one_field_is_found(size: int, data: st.DataObject, field: str) -> None:
     odd = data.draw(st.integers(0, size - 1))

@@ -20,7 +20,7 @@ INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torc
 EXACT = [*INTEGERS, torch.bool]
 MOVED = [*FLOATS, *FLOAT8, torch.complex64, torch.complex128, torch.complex32, *EXACT]
 
-bounded = settings(deadline=None, max_examples=50)
+bounded = settings(max_examples=50)
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 worlds = st.integers(1, 6)
 seeds = st.integers(0, 2**20)
@@ -51,7 +51,7 @@ def random_bits(shape: Sequence[int], dtype: torch.dtype, rng: np.random.Generat
 
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 @pytest.mark.parametrize("op", _INTEGER_FOLDS, ids=lambda op: op.name)
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(shape=shapes, world=worlds, seed=seeds)
 @example(shape=(9,), world=3, seed=1)
 def test_integers_wrap_as_numpys(

@@ -56,7 +56,7 @@ def dense_tensors(draw: st.DrawFn) -> Tensor:
 
 
 @given(st.lists(dense_tensors(), min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_views_cover_the_buffer_once(tensors: list[Tensor]) -> None:
     spec = spec_of(*tensors)
     buffer = torch.zeros(spec.numel)

@@ -22,7 +22,7 @@ def average(values: list[Tensor]) -> Tensor:
 
 
 @given(ranks=st.integers(1, 5), numel=st.sampled_from([0, 1, 3, 17]), donated=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_mean_is_the_mean_on_every_rank(ranks: int, numel: int, donated: bool) -> None:
     brought = gradients(ranks, numel)
     done = simulate(mean(), brought, donated=donated)
@@ -59,7 +59,7 @@ def test_reduce_scatter_mean_is_the_mean_in_two_halves(numel: int, donated: bool
 
 
 @given(weights=st.lists(st.integers(0, 7), min_size=1, max_size=4), donated=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_weighted_mean_weights_each_rank(weights: list[int], donated: bool) -> None:
     brought = gradients(len(weights), 6, torch.float64)
     done = simulate(weighted_mean(), brought, weights=[float(w) for w in weights], donated=donated)

@@ -56,7 +56,7 @@ def test_the_first_pattern_that_matches_wins() -> None:
     sizes=st.lists(st.integers(0, 4), min_size=8, max_size=8),
     donated=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_element_is_reduced_by_its_hook_and_returns_to_its_index(
     ways: list[int], sizes: list[int], donated: bool
 ) -> None:

@@ -146,7 +146,7 @@ def test_rows_are_summed_in_one_pass(bits: int, rows: int, way: str) -> None:
     size=st.sampled_from([1.0, 1e-30, 1e30]),
     bad=st.sampled_from([0.0, NAN, INF]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_compiled_loops_give_the_bits_of_torch(
     bits: int, block: int, rows: int, numel: int, key: int | None, size: float, bad: float
 ) -> None:

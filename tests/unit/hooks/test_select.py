@@ -30,7 +30,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     k=st.integers(0, 40),
     dtype=st.sampled_from(DTYPES),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_few_elements_with_many_equal(values: list[float], k: int, dtype: torch.dtype) -> None:
     flat = torch.tensor(values, dtype=dtype)
     assert torch.equal(select.largest(flat, k), sorted_way(flat, min(k, len(values))))

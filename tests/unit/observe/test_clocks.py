@@ -127,7 +127,7 @@ def drifting(record, ring, *, drift, offset, seed, length=HOUR, number=400):
     return [ring(rank, *records[rank], host="ab"[rank]) for rank in range(2)]
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     drift=st.sampled_from([50e-6, -50e-6, 3e-6, 0.0, 4e-4]),
     offset=st.integers(-(10**16), 10**16),

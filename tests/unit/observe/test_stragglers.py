@@ -137,7 +137,7 @@ def test_a_run_that_was_slow_for_a_while():
     assert stragglers_over_time({0: [], 1: []}) == []
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     ranks=st.integers(3, 9),
     phase=st.sampled_from(COMPUTE),
@@ -154,7 +154,7 @@ def test_any_delay_is_found_and_the_prediction_is_right(ranks, phase, share, see
     assert found.without < found.step_seconds
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(ranks=st.integers(2, 9), seed=st.integers(0, 2**20), jitter=st.floats(0.0, 0.3), factor=st.floats(0.01, 50))
 def test_the_scale_of_time_does_not_matter(ranks, seed, jitter, factor):
     def scaled(one):

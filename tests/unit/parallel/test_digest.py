@@ -65,7 +65,7 @@ TENSORS = st.tuples(
 ).map(lambda drawn: random_bits(*drawn))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(t=TENSORS, chunk=st.integers(1, 9))
 def test_it_is_that_of_the_bytes(t: Tensor, chunk: int) -> None:
     before, module._CPU_CHUNK = module._CPU_CHUNK, chunk
@@ -75,7 +75,7 @@ def test_it_is_that_of_the_bytes(t: Tensor, chunk: int) -> None:
         module._CPU_CHUNK = before
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(t=TENSORS.filter(lambda t: t.numel() > 0), data=st.data())
 def test_every_flipped_bit_is_seen(t: Tensor, data: st.DataObject) -> None:
     before = value(t)

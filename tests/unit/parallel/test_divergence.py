@@ -67,7 +67,7 @@ def test_a_flipped_bit_is_named_on_all_ranks_within_n_steps() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:comparing replicas")
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_any_bit_of_any_parameter_on_any_rank(data: st.DataObject) -> None:
     n = data.draw(st.integers(3, 4))

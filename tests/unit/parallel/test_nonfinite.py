@@ -243,7 +243,7 @@ def on_host(request: pytest.FixtureRequest) -> Iterator[bool]:
         yield request.param
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_any_element_of_any_parameter_on_any_rank(on_host: bool, data: st.DataObject) -> None:
     """Of any dtype and layout, with copies and views: rank, parameter and index are exact, whatever the order of memory."""

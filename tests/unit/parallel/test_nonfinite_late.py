@@ -276,7 +276,7 @@ def test_a_model_dropped_with_a_result_pending_is_freed_at_once(group: Group) ->
     optimizer.step()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_the_right_parameters_are_found(data: st.DataObject) -> None:
     """Of any shape, in any layout of memory, kept in `.grad` or overwritten."""

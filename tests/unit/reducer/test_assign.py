@@ -43,13 +43,13 @@ def torchs(
 
 
 @given(tensors([torch.float32]), limits)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_as_torch_by_size(parameters: list[tuple[int, torch.dtype, bool]], caps: list[int]) -> None:
     assert ours(parameters, caps, None) == torchs(parameters, caps, None)
 
 
 @given(tensors([torch.float32]), limits, st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_as_torch_by_arrival(parameters: list[tuple[int, torch.dtype, bool]], caps: list[int], rng: object) -> None:
     order = list(range(len(parameters)))
     rng.shuffle(order)  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def test_as_torch_by_arrival(parameters: list[tuple[int, torch.dtype, bool]], ca
 
 
 @given(tensors(DTYPES), limits, st.booleans(), st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_several_dtypes_make_the_same_buckets(
     parameters: list[tuple[int, torch.dtype, bool]], caps: list[int], by_arrival: bool, rng: object
 ) -> None:
@@ -71,7 +71,7 @@ def test_several_dtypes_make_the_same_buckets(
 
 
 @given(tensors(DTYPES), limits)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_parameter_is_in_one_bucket_of_its_kind(
     parameters: list[tuple[int, torch.dtype, bool]], caps: list[int]
 ) -> None:

@@ -214,7 +214,7 @@ def scenarios(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[int]]:
 
 
 @given(scenarios(), st.integers(1, 3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_order_launches_every_bucket_once_in_index_order(
     scenario: tuple[list[list[int]], list[int], list[int]], steps: int
 ) -> None:
@@ -234,7 +234,7 @@ def test_any_order_launches_every_bucket_once_in_index_order(
         machine.finished()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.permutations(range(6)),
     st.permutations(range(6)),

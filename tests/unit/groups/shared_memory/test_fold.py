@@ -70,7 +70,7 @@ def piece(fold: Fold, t: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(("op", "dtype"), CASES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), length=st.integers(0, 1100), seed=st.integers(0, 2**32))
 def test_compiled_or_not_a_fold_has_the_bits_of_the_reference(
     op: ReduceOp, dtype: torch.dtype, data: st.DataObject, length: int, seed: int

@@ -67,7 +67,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(STEPS)
 def test_against_a_model(steps: list[Step]) -> None:
     heap, memory, reserve = make()
