@@ -55,7 +55,7 @@ class Sweep:
 def run(args: argparse.Namespace, console: Console) -> Result:
     """Measure."""
     plot.check_plot("--plot", args.plot)
-    sizes = _sizes(args.sizes, args.op, args.ranks)
+    sizes = rounded_sizes(args.sizes, args.op, args.ranks)
     warn_if_crowded(max(args.ranks))
     machine = describe()
     launcher = mpi.find() if args.mpi == "auto" else "omitted by --mpi none"
@@ -68,7 +68,8 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     return Result("collectives", machine, _settings(args.op, race, launcher, args.ranks), figures, lines_of(sweeps))
 
 
-def _sizes(sizes: Sequence[int], op: str, ranks: Sequence[int]) -> tuple[int, ...]:
+def rounded_sizes(sizes: Sequence[int], op: str, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The sizes at which `op` is measured: those whose tensor is split are rounded up to one element per part."""
     if op in contenders.GATHERED:
         whole = FLOAT32 * math.lcm(*ranks)
         return tuple(sorted({-(-size // whole) * whole for size in sizes}))

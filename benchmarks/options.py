@@ -26,6 +26,8 @@ SIZES = ("small", "10m", "tiny")
 LEARNER_SIZES = ("tiny", "small", "1m", "10m")
 FORMS = ("bare", "inside", "outside", "blocks", "one bucket", "torch")
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+STEP, DEMO = "step", "demo"
+"""Parts of oversubscribed in addition to the operations."""
 TASKS = {"digits": 2000, "text": 4500, "text-short": 400}
 """Tasks of parity, and their number of steps."""
 OVERLAP_HOOKS = ("mean", "bf16", "quantize8", "power_sgd", "top_k")
@@ -197,6 +199,21 @@ def training(parser: Parser) -> None:
     _files(parser)
 
 
+def oversubscribed(parser: Parser) -> None:
+    """Shared memory and gloo on few cores."""
+    add = functools.partial(parser.add_argument, metavar="N,N")
+    add("--ranks", type=list_of(at_least(2)), default="2,8", help="world sizes (default: %(default)s)")
+    busy = "numbers of processes that compute all the time meanwhile (default: %(default)s)"
+    add("--busy", type=list_of(at_least(0)), default="0,2", help=busy)
+    _names(parser, "--parts", (*OPERATIONS, STEP, DEMO), (*OPERATIONS, STEP, DEMO), "what is measured")
+    sizes = "bytes of an operation's larger tensor on a rank (default: %(default)s)"
+    add("--sizes", type=list_of(byte_size), default="4KiB,256KiB,4MiB,25MiB", metavar="B,B", help=sizes)
+    rounds = "turns of each (default: %(default)s)"
+    add("--rounds", type=at_least(2), default=5, metavar="N", help=rounds)
+    _timeout(parser)
+    _files(parser)
+
+
 def compile_(parser: Parser) -> None:
     """A compiled model in every form."""
     add = functools.partial(parser.add_argument, metavar="N")
@@ -341,6 +358,13 @@ BENCHMARKS: Mapping[str, tuple[Callable[[Parser], Any], str, str]] = {
         "One step of a model of GPT-2's shape on one GPU, with each hook: which kernels ran on the model's stream, which on the "
         "hook's, and how much of the hook's time overlapped with the model's. Profiling slows down kernel launches; with small "
         "batches the model's stream then waits for the host. Needs CUDA.",
+    ),
+    "oversubscribed": (
+        oversubscribed,
+        "shared memory against gloo with more ranks than cores, or beside busy processes",
+        "Collectives, a training step and the comparison of `gradwire demo` over gradwire's shared memory and over gloo, in turns, "
+        "on ranks that outnumber the cores or share them with processes that never sleep. One thread per rank, float32. It takes "
+        "ten minutes; choose --parts and --sizes for less.",
     ),
     "parity": (
         parity,

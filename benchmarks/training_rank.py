@@ -44,6 +44,10 @@ class Trial:
     tokens: int
     rounds: int
     block: int
+    names: tuple[str, ...] = ()
+    """Which variants; none: all of them."""
+    without_communication: bool = True
+    """Whether each is measured without communication, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +75,16 @@ def run_trial(trial: Trial, context: RankContext) -> Times:
         start = GPT2(SIZES[trial.size])
         torch.manual_seed(1 + context.rank)  # every rank reads different data
         inputs = start.batch(trial.batch)[:, : trial.tokens + 1]
-        models = {name: wrap(copy.deepcopy(start)) for name, wrap in peers.wrappers(group).items()}
+        wrappers = peers.wrappers(group)
+        models = {name: wrappers[name](copy.deepcopy(start)) for name in trial.names or wrappers}
         steps = {name: _step(model, inputs, _RATE) for name, model in models.items()}
         for step in steps.values():
             for _ in range(_FIRST_STEPS):
                 step()
             context.report(0)
         check_same(start, {name: model for name, model in models.items() if name != peers.BARE}, group)
-        quiet = {name + QUIET: _quiet(models[name], inputs) for name in models if name != peers.BARE}
+        named = [name for name in models if name != peers.BARE] if trial.without_communication else []
+        quiet = {name + QUIET: _quiet(models[name], inputs) for name in named}
         gc.collect()
         gc.freeze()
         series = interleave(

@@ -148,8 +148,8 @@ def test_without_matplotlib_a_plot_is_refused_at_once(monkeypatch, capsys, tmp_p
 
 
 def test_tensors_that_are_cut_into_parts_are_rounded_up():
-    assert collectives._sizes([4, 20, BUCKET], "all_gather", [2, 3]) == (24, 26214408)
-    assert collectives._sizes([4, 20], "all_reduce", [2, 3]) == (4, 20)
+    assert collectives.rounded_sizes([4, 20, BUCKET], "all_gather", [2, 3]) == (24, 26214408)
+    assert collectives.rounded_sizes([4, 20], "all_reduce", [2, 3]) == (4, 20)
 
 
 # -- the plot ----------------------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ class AllReduce:
             yield from self.check(whole, digest)
             combine(reduce_op, [view(plan.small(r, turn), nbytes, t.dtype) for r in range(self.size)], t)
             return
-        offset = self.board.offset_in_heap(t)
+        offset = self.board.offset_in_heap(t.data_ptr())
         yield self.announce(digest, [(offset, nbytes)], hold=offset >= 0)
         yield from self.check(whole, digest)
         yield from self._large(t, Fold.of(reduce_op, t.dtype))

@@ -8,8 +8,9 @@ Every word has one writer, the rank it belongs to; only sleep flags are cleared 
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -28,18 +29,34 @@ FAILURE_RECORD = 4096
 SLOTS, SLOT = 32, 64
 """Messages from one rank to another that can be under way at a time, and bytes of a message's slot."""
 SMALL = 32 << 10
-"""Bytes up to which a contribution travels together with the announcement of the collective."""
+"""Bytes up to which a contribution to an all-reduce travels together with its announcement."""
 CHUNK, SMALLEST_CHUNK = 1 << 20, 32 << 10
 """Bytes of one staging buffer, and of one where shared memory is short."""
 BUFFERS = 3
 """Staging buffers per rank: see Note [Three buffers] in all_reduce.py."""
+WINDOW = 4
+"""Chunks of which an exchange stages so many at a time, and has room for twice as many: see Note [Two windows] in programs.py."""
 DIGEST = 16
 """Bytes of a digest of what a collective is."""
 CACHED = 4096
 """Views of the segment that are kept for the next time they are needed."""
 
-_TABLE = struct.Struct("<QQ")  # hold, number of parts
+_TABLE = struct.Struct("<qqq")  # hold, number of parts, bytes of the longest that is staged
 _PART = struct.Struct("<qq")  # offset, bytes
+
+
+class Table(NamedTuple):
+    """What a rank has announced of its parts of a collective, and of the one for the reader."""
+
+    hold: int
+    """The other ranks must have read them from the caller's memory before the collective is over."""
+    staged: int
+    """The length of the longest that goes through the staging buffers."""
+    several: bool
+    """There is one part for each rank; else one for all, or none."""
+    offset: int
+    """Where the part for the reader lies; -1 in the staging buffers."""
+    length: int
 
 
 class Cache(dict[K, V]):
@@ -81,7 +98,9 @@ class SegmentPlan:
         # For each pair of sender and receiver; those from rank 0 come first.
         self.message_slots = _pages(self.tables + 2 * size * self.table_stride)
         self.staging = _pages(self.message_slots + size * size * SLOTS * SLOT)
-        self.staging_stride = 2 * SMALL + BUFFERS * chunk
+        self.slot = max(SMALL, chunk // 4)  # what an exchange moves together with its announcement
+        self.window = WINDOW * chunk
+        self.staging_stride = 2 * self.slot + 2 * self.window
         self.heaps = _pages(self.staging + size * self.staging_stride)
         self.heap_stride = max(0, (nbytes - self.heaps) // size // PAGE * PAGE)
 
@@ -95,11 +114,15 @@ class SegmentPlan:
 
     def small(self, rank: int, turn: int) -> int:
         """The small slot that `rank` uses in collective number `turn`."""
-        return self.staging + rank * self.staging_stride + (turn & 1) * SMALL
+        return self.staging + rank * self.staging_stride + (turn & 1) * self.slot
 
     def buffer(self, rank: int, number: int) -> int:
         """Staging buffer `number` of `rank`, counted round and round."""
-        return self.staging + rank * self.staging_stride + 2 * SMALL + number % BUFFERS * self.chunk
+        return self.staging + rank * self.staging_stride + 2 * self.slot + number % BUFFERS * self.chunk
+
+    def staged(self, rank: int, number: int) -> int:
+        """Window `number` of an exchange, in the staging buffers of `rank`."""
+        return self.buffer(rank, 0) + (number & 1) * self.window
 
     def table(self, rank: int, turn: int) -> int:
         return self.tables + (2 * rank + (turn & 1)) * self.table_stride
@@ -159,16 +182,17 @@ class Board:
         self.signals[self.rank] = signaled
         fence.release()
         fence.acquire()
-        self.wait_queue.wake_all()
+        if min(self.signals.tolist()) >= signaled:  # see Note [The last one wakes] in sync.py
+            self.wait_queue.wake_all()
         return signaled
 
     def start_over(self) -> None:
         self.signaled = self.turn = 0
         self.signals[self.rank] = 0
 
-    def offset_in_heap(self, t: Tensor) -> int:
-        """Where a plain tensor lies in this rank's heap; -1 if it does not."""
-        offset = t.data_ptr() - self.address
+    def offset_in_heap(self, address: int) -> int:
+        """Where a plain tensor, at `address`, lies in this rank's heap; -1 if it does not."""
+        offset = address - self.address
         return offset if offset in self._heap else -1
 
     def set_state(self, state: int, words: str = "") -> None:
@@ -200,21 +224,21 @@ class Board:
         return self.memory[offset : offset + len(digests)] == digests
 
     def write_table(self, turn: int, parts: list[tuple[int, int]], *, hold: bool) -> None:
-        """Publish where each part lies (-1: in the staging buffers) and its length. `hold`: the other ranks must have read them
-        from the caller's memory before the collective is over."""
+        """Publish where each part lies (-1: in the staging buffers) and its length. `hold`: see `Table`."""
+        staged = max((length for offset, length in parts if offset < 0), default=0)
+        flat = itertools.chain.from_iterable(parts)
         offset = self.plan.table(self.rank, turn)
-        _TABLE.pack_into(self.memory, offset, hold, len(parts))
-        for i, part in enumerate(parts):
-            _PART.pack_into(self.memory, offset + _TABLE.size + i * _PART.size, *part)
+        struct.pack_into(f"<qqq{2 * len(parts)}q", self.memory, offset, hold, len(parts), staged, *flat)
 
     def first_offsets(self, turn: int) -> list[int]:
         """Where the first part of each rank lies, by their tables for collective number `turn`."""
         tables = (self.plan.table(rank, turn) for rank in range(self.size))
         return [_PART.unpack_from(self.memory, table + _TABLE.size)[0] for table in tables]
 
-    def read_table(self, rank: int, turn: int) -> tuple[bool, list[tuple[int, int]]]:
-        """What `rank` announced for collective number `turn`: whether it holds, and (offset, length) of its parts."""
+    def read_table(self, rank: int, turn: int) -> Table:
+        """What `rank` announced for collective number `turn`."""
         offset = self.plan.table(rank, turn)
-        hold, count = _TABLE.unpack_from(self.memory, offset)
-        flat = struct.unpack_from(f"<{2 * count}q", self.memory, offset + _TABLE.size)
-        return bool(hold), list(zip(flat[::2], flat[1::2], strict=True))
+        hold, count, staged = _TABLE.unpack_from(self.memory, offset)
+        mine = self.rank if count > 1 else 0
+        part = _PART.unpack_from(self.memory, offset + _TABLE.size + mine * _PART.size) if count else (-1, 0)
+        return Table(hold, staged, count > 1, *part)

@@ -47,15 +47,11 @@ from gradwire.groups.shared_memory.diagnosis import CLOSED, Diagnosis
 from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.shared_memory.p2p import Mailbox, MailboxMessage, checks_per_round
 from gradwire.groups.shared_memory.programs import Programs
-from gradwire.groups.shared_memory.sync import SLICE, Fence
+from gradwire.groups.shared_memory.sync import SLICE, Fence, Patience
 from gradwire.groups.work import Work
-from gradwire.runtime.host import usable_cores
 
-_SPINS, _CROWDED_SPINS, _THREAD_SPINS = 300, 40, 30
-"""How often a caller checks for its peers, with a core for each rank and without, and the group's own thread: see Note [Spin, then
-sleep] in sync.py."""
-_YIELDS = 800
-"""How often a thread then checks, releasing the interpreter lock each time, before it sleeps: one to two milliseconds."""
+_NAP = 5e-3
+"""The longest sleep, in seconds, of an operation that has no Work yet, and with it no deadline."""
 
 
 class _Current(NamedTuple):
@@ -88,12 +84,7 @@ class SharedMemoryEngine:
         self._submitted = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
-        self._crowded = self.size > usable_cores()
-        # See Note [Ranks of one process] in sync.py.
-        shares = board.pids.tolist().count(os.getpid()) > 1
-        self._yields = not self._crowded and not shares
-        self._spins = 1 if shares else _CROWDED_SPINS if self._crowded else _SPINS
-        self._thread_spins = 1 if shares else _THREAD_SPINS
+        self.patience = Patience(self.size, shares=board.pids.tolist().count(os.getpid()) > 1)
 
     # -- for the group -------------------------------------------------------------------------------------------------
 
@@ -120,7 +111,7 @@ class SharedMemoryEngine:
         if not self._driving.acquire(blocking=False):
             return False
         try:
-            self._drive(work, self._spins)
+            self._drive(work, self.patience.spins)
         except BaseException as error:
             self._broken_off(error)
             raise
@@ -131,7 +122,7 @@ class SharedMemoryEngine:
             self.wake()
         return True
 
-    def sum_now(self, op: Collective, begin: Callable[[], Work]) -> Work | bool:
+    def run_now(self, op: Collective, begin: Callable[[], Work]) -> Work | bool:
         """The shortest way: see Note [Plain sums] in all_reduce.py. False if it is not for `op`, or something else is under way.
 
         True when it is done; a Work, from `begin`, if the others did not arrive at once: then it was driven like any operation.
@@ -141,21 +132,14 @@ class SharedMemoryEngine:
         steps: Steps | None = None
         try:
             # Only the driving thread may check: an operation that is being taken up is neither in the queue nor current.
-            steps = None if self._busy() else self.programs.plain_sum(op)
+            steps = None if self._busy() else self.programs.plain(op)
             if steps is None:
                 return False
-            signals, fence = self.board.signals, self.board.fence
             for target in steps:
-                for _ in range(self._spins):
-                    if min(signals.tolist()) >= target:
-                        fence()
-                        break
-                    if self._crowded:
-                        os.sched_yield()
-                else:
+                if not self._arrived(target):
                     work = begin()
                     self._current = _Current(work, steps, target)
-                    self._drive(work, self._spins)
+                    self._drive(work, self.patience.spins)
                     break
             else:
                 return True
@@ -172,6 +156,23 @@ class SharedMemoryEngine:
         if self._busy():
             self.wake()
         return work
+
+    def _arrived(self, target: int) -> bool:
+        """Whether all ranks have signaled so often, or do soon."""
+        signals, patience = self.board.signals, self.patience
+        for _ in range(patience.spins):
+            if min(signals.tolist()) >= target:
+                self.board.fence()
+                return True
+            if patience.contested:
+                break
+            if patience.crowded:
+                patience.give_way()
+        if not patience.sleeps_early():
+            return False
+        self.board.wait_queue.sleep(lambda: min(signals.tolist()) >= target, self.board.fence, _NAP)
+        self.board.fence()
+        return min(signals.tolist()) >= target
 
     def _busy(self) -> bool:
         return bool(self._current is not None or self._queue or self._messages or self._new_p2p)
@@ -194,14 +195,14 @@ class SharedMemoryEngine:
                 return
             with self._driving:
                 try:
-                    self._drive(None, self._thread_spins)
+                    self._drive(None, self.patience.thread_spins)
                 except BaseException as error:  # those who wait must get the error, and the thread is needed again
                     self._broken_off(error)
                 keep, self._keep = self._keep, None
             del keep  # see Note [The last reference]
 
-    def _drive(self, until: Work | None, patience: int) -> None:
-        spins = 0
+    def _drive(self, until: Work | None, checks: int) -> None:
+        spins, waits = 0, self.patience
         while not self._stopping:
             moved = self._advance()
             if until is not None and until.settled:
@@ -212,10 +213,11 @@ class SharedMemoryEngine:
             if not self._busy():
                 return
             spins += checks_per_round(self._messages, alone=self._current is None)
-            if spins < patience + _YIELDS * self._yields:
-                if self._crowded or spins >= patience:
-                    os.sched_yield()  # which frees the interpreter lock meanwhile
+            if spins < checks + waits.yields and not waits.contested:
+                if waits.crowded or spins >= checks:
+                    waits.give_way()
                 continue
+            waits.sleeps_early()
             spins, states = 0, self.board.states.tolist()
             if states != self._all_here:
                 self._check_states()

@@ -117,10 +117,10 @@ class SharedMemoryGroup(Group):
     def submit_and_wait(self, op: Collective) -> Work:
         """Carry it out in this thread, unless another one is driving the group."""
         engine, ledger = self._engine, self.ledger
-        # A plain sum can be wrong for this group in its scope only, and nothing may be signaled before that is checked.
         watched = ledger.events or ledger.hooks or profiler_enabled()
         if self.size > 1 and op.scope is _WORLD and not watched:
             self.check_usable(op)
+            op.check(self.rank, self.size)  # before anything is signaled
             started = time.perf_counter()
 
             def begin() -> Work:
@@ -128,7 +128,7 @@ class SharedMemoryGroup(Group):
                 ledger.waited(work)
                 return work
 
-            done = engine.sum_now(op, begin)
+            done = engine.run_now(op, begin)
             if done is True:
                 return Work.over(op, ledger, started=started, timeout=self.timeout)
             if isinstance(done, Work):
@@ -177,7 +177,7 @@ class SharedMemoryGroup(Group):
 
     def in_heap(self, t: Tensor) -> bool:
         """Whether `t` lies in this rank's heap, so that a collective on it copies nothing."""
-        return t.device.type == "cpu" and self._board.offset_in_heap(t) >= 0
+        return t.device.type == "cpu" and self._board.offset_in_heap(t.data_ptr()) >= 0
 
     def arrivals(self, work: Work) -> Arrivals | None:
         """Which ranks have arrived: read from the board."""

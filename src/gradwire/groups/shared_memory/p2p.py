@@ -111,11 +111,11 @@ class Mailbox:
                 self.release(to, slot)
         if not free:
             return None
-        offset = self.board.offset_in_heap(t) if is_plain(t) else -1
+        offset = self.board.offset_in_heap(t.data_ptr()) if is_plain(t) else -1
         if offset < 0:
             copy = self.heap.tensor(t.numel(), t.dtype)  # there may be no room for it: so before a slot is taken
             store(copy.view(t.shape), t.detach())
-            offset, t = max(0, self.board.offset_in_heap(copy)), copy  # an empty tensor lies nowhere
+            offset, t = max(0, self.board.offset_in_heap(copy.data_ptr())), copy  # an empty tensor lies nowhere
         slot = free.pop()
         self._sent += 1
         _HEAD.pack_into(self._memory, slot + _HEAD_AT, tag, _code(t.dtype), t.numel(), offset)

@@ -4,50 +4,50 @@ A rank *announces* a collective (a table of what it is and where its parts lie),
 signals; then it *pulls* what it needs straight from where the others have it. A part lies in one of three places, which each rank
 chooses for itself and writes into its table:
 
-- up to SMALL bytes: copied into the rank's small slot together with the announcement, so that one signal is enough;
+- up to a chunk's quarter: copied into the rank's small slot together with the announcement, so that one signal is enough;
 - in the rank's heap: where it is; nothing is copied, and all ranks signal once more when they have read it;
 - elsewhere: copied window by window through the rank's staging buffers.
+
+Note [Two windows]
+A rank stages window k + 1 where window k - 1 was. It has seen every rank signal window k, which each did after pulling k - 1.
+Each window costs every rank a wake-up where ranks outnumber cores; so windows are as large as memory allows.
 
 This module picks the program and has the exchanges; `all_reduce.py` has the announcement and the all-reduce.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.aliasing import apart, is_native
-from gradwire.collectives.lower import as_bytes, flat, lower
-from gradwire.collectives.reference import cut, store, writes
+from gradwire.collectives.lower import flat, lower
+from gradwire.collectives.reference import store, writes
 from gradwire.errors import CollectiveMismatch, GroupError, InternalError
 from gradwire.groups.shared_memory.all_reduce import AllReduce, Steps
-from gradwire.groups.shared_memory.board import SMALL
-from gradwire.groups.shared_memory.fold import combine
+from gradwire.groups.shared_memory.fold import Fold, Piece
 
 _NATIVE = frozenset({
     OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER,
     OpKind.REDUCE_SCATTER_TENSOR, OpKind.ALL_TO_ALL, OpKind.ALL_TO_ALL_SINGLE, OpKind.GATHER, OpKind.SCATTER, OpKind.BARRIER,
 })  # fmt: skip
+_UNIFORM = frozenset({OpKind.BROADCAST, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR})
+"""Exchanges in which the ranks bring equal sizes, so that each can compute where small parts lie."""
 takes = partial(is_native, kinds=_NATIVE)
 """There is a program for these; the rest is made of them."""
 
 
-@dataclass(slots=True)
-class _Wanted:
-    """What this rank needs of others, as flat bytes."""
-
-    op: Collective
-    places: dict[int, Tensor]
-    """Where each rank's data goes."""
-    own: Tensor | None
-    """What it has for itself."""
-    sources: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Offset and length of what a rank has for this one; the offset is -1 if it goes through the staging buffers."""
+Part = tuple[int, int]
+"""Bytes of a tensor: their address, and how many."""
+Places = dict[int, Part]
+"""Where the data of each rank goes."""
 
 
 class Programs(AllReduce):
@@ -57,12 +57,22 @@ class Programs(AllReduce):
         if op.device.type != "cpu":
             yield from self._on_host(op)
             return
-        plain = self.plain_sum(op)
+        plain = self.plain(op)
         if plain is not None:
             yield from plain
             return
         digest = self.digest(op)
         yield from writes(op.outputs, self._by_parts(apart(op, self.rank), digest))
+
+    def plain(self, op: Collective) -> Steps | None:
+        """The program of a plain sum, or of an exchange that is carried out as it is; None if `op` is neither."""
+        if op.kind is OpKind.ALL_REDUCE:
+            return self.plain_sum(op)
+        if not op.is_on_host or not takes(op) or apart(op, self.rank) is not op:
+            return None
+        if any(t.is_inference() for t in op.outputs):  # `writes` sees to them
+            return None
+        return self.counted(self._exchange(op, op, self.digest(op)))
 
     def _by_parts(self, op: Collective, digest: bytes) -> Steps:
         try:
@@ -91,123 +101,122 @@ class Programs(AllReduce):
 
     def _exchange(self, op: Collective, whole: Collective, digest: bytes) -> Steps:
         """`whole` is what the caller submitted, of which `op` may be a part."""
+        rank, board, plan = self.rank, self.board, self._plan
         parts, places = self._parts(op)
-        brought = [as_bytes(t) for t in parts]
-        own = brought[0] if len(brought) == 1 else brought[self.rank] if brought else None
-        wanted = _Wanted(op, {rank: as_bytes(t) for rank, t in places.items()}, own)
-        entries, hold = self._place(brought)
+        several = len(parts) > 1
+        own = parts[rank if several else 0][0] if parts else 0
+        pull = self._reduce if op.kind.reduces else self._copy
+        entries, hold = self._place(parts)
         yield self.announce(digest, entries, hold=hold)
         yield from self.check(whole, digest)
-        tables = [self.board.read_table(rank, self.board.turn) for rank in range(self.size)]
-        # A single part is meant for every rank; else there is one for each.
-        index = {rank: self.rank if len(parts) > 1 else 0 for rank, (_, parts) in enumerate(tables)}
-        wanted.sources = {rank: (tables[rank][1] or [(-1, 0)])[index[rank]] for rank in wanted.places}
-        wrong = {r: length for r, (_, length) in wanted.sources.items() if length != wanted.places[r].numel()}
-        if wrong:
-            wanted.places = {}
-        several = any(len(parts) > 1 for _, parts in tables)
-        capacity = self._plan.chunk // self.size // 64 * 64 if several else self._plan.chunk
-        staged = max((length for _, parts in tables for offset, length in parts if offset < 0), default=0)
+        if op is whole and op.kind in _UNIFORM and (nbytes := op.inputs[0].nbytes) <= plan.slot:
+            at = rank * nbytes // self.size if several else 0
+            pull(op, places, own, (0, nbytes * self.size), [plan.small(r, board.turn) + at for r in range(self.size)])
+            return
+        tables = [board.read_table(r, board.turn) for r in range(self.size)]
+        wrong = {r: tables[r].length for r, (_, nbytes) in places.items() if tables[r].length != nbytes}
+        capacity = plan.window // self.size // 64 * 64 if any(table.several for table in tables) else plan.window
         low = 0
-        for number in range(-(-staged // capacity)):
-            low = number * capacity
-            for i, t in enumerate(brought):
-                if entries[i][0] < 0 and low < t.numel():
-                    window = t[low : low + capacity]
-                    at = self._plan.buffer(self.rank, number) + i * capacity
-                    self.board.tensor(at, window.numel()).copy_(window)
-            yield self.board.signal()
-            # Where, in this window, each rank has staged what is meant for this one.
-            windows = {rank: self._plan.buffer(rank, number) + i * capacity for rank, i in index.items()}
-            self._pull(wanted, low, low + capacity, windows)
+        for number in range(-(-max(table.staged for table in tables) // capacity)):
+            low, buffer = number * capacity, board.address + plan.staged(rank, number)
+            for i, (source, nbytes) in enumerate(parts):
+                if entries[i][0] < 0 and low < nbytes and not (several and i == rank):
+                    ctypes.memmove(buffer + i * capacity, source + low, min(capacity, nbytes - low))
+            yield board.signal()
+            if not wrong:
+                windows = [plan.staged(r, number) + table.several * rank * capacity for r, table in enumerate(tables)]
+                sources = [w if t.offset < 0 else t.offset + low for t, w in zip(tables, windows, strict=True)]
+                pull(op, places, own, (low, low + capacity), sources)
             low += capacity
-        longest = max((t.numel() for t in wanted.places.values()), default=0)
-        if low < longest:  # what did not have to be staged
-            self._pull(wanted, low, longest, {})
-        if any(hold for hold, _ in tables):
-            yield self.board.signal()
+        longest = max((nbytes for _, nbytes in places.values()), default=0)
+        if low < longest and not wrong:  # what did not have to be staged
+            pull(op, places, own, (low, longest), [table.offset + low for table in tables])
+        if any(table.hold for table in tables):
+            yield board.signal()
         if wrong:
-            which = [f"{wrong[r]} bytes from rank {r} where there is room for {places[r].nbytes}" for r in wrong]
+            which = [f"{wrong[r]} bytes from rank {r} where there is room for {places[r][1]}" for r in wrong]
             raise CollectiveMismatch(
-                f"{op} of {self.name}: rank {self.rank} expects other sizes than it was sent: {'; '.join(which)}. Sizes that ranks "
+                f"{op} of {self.name}: rank {rank} expects other sizes than it was sent: {'; '.join(which)}. Sizes that ranks "
                 "expect of each other must agree."
             )
 
-    def _place(self, brought: Sequence[Tensor]) -> tuple[list[tuple[int, int]], bool]:
+    def _place(self, parts: Sequence[Part]) -> tuple[list[tuple[int, int]], bool]:
         """Where each part lies (-1: it will be staged), and its length; whether others read any from the caller's memory."""
-        if sum(t.nbytes for t in brought) > SMALL:
-            entries = [(self.board.offset_in_heap(t), t.numel()) for t in brought]
+        board = self.board
+        if sum(nbytes for _, nbytes in parts) > self._plan.slot:
+            entries = [(board.offset_in_heap(address), nbytes) for address, nbytes in parts]
             return entries, any(offset >= 0 for offset, _ in entries)
         entries = []
-        at = self._plan.small(self.rank, self.board.turn)
-        for t in brought:
-            self.board.tensor(at, t.numel()).copy_(t)
-            entries.append((at, t.numel()))
-            at += t.numel()
+        at = self._plan.small(self.rank, board.turn)
+        for address, nbytes in parts:
+            ctypes.memmove(board.address + at, address, nbytes)
+            entries.append((at, nbytes))
+            at += nbytes
         return entries, False
 
-    def _pull(self, wanted: _Wanted, low: int, high: int, windows: dict[int, int]) -> None:
-        """Fetch bytes `low` to `high` of what is wanted of each rank."""
-        pieces: dict[int, Tensor] = {}
-        for rank, place in wanted.places.items():
-            end = min(high, place.numel())
-            if low >= end:
-                continue
-            offset, _ = wanted.sources[rank]
-            if rank == self.rank and wanted.own is not None:
-                pieces[rank] = wanted.own[low:end]
-            else:
-                at = offset + low if offset >= 0 else windows[rank]
-                pieces[rank] = self.board.whole[at : at + end - low]
-        if pieces and wanted.op.kind.reduces:
-            self._reduce(wanted, low, pieces)
+    def _copy(self, op: Collective, places: Places, own: int, span: tuple[int, int], sources: list[int]) -> None:
+        """Fetch bytes `span` of what each rank has for this one: from `sources`, offsets in the segment, and its `own` memory."""
+        low, high = span
+        for rank, (target, nbytes) in places.items():
+            count = min(high, nbytes) - low
+            source = own + low if rank == self.rank else self.board.address + sources[rank]
+            if count > 0 and source != target + low:
+                ctypes.memmove(target + low, source, count)
+
+    def _reduce(self, op: Collective, places: Places, own: int, span: tuple[int, int], sources: list[int]) -> None:
+        """The same, reduced into the output."""
+        rank, (target, nbytes), low = self.rank, places[self.rank], span[0]
+        high = min(span[1], nbytes)
+        if low >= high or op.reduce_op is None:
             return
-        for rank, piece in pieces.items():
-            place = wanted.places[rank][low : low + piece.numel()]
-            if place.data_ptr() != piece.data_ptr():
-                place.copy_(piece)
+        mine, out = flat(op.inputs[rank if len(op.inputs) > 1 else 0]), flat(op.outputs[0])
+        fold, item, start = Fold.of(op.reduce_op, out.dtype), out.element_size(), own - mine.data_ptr()
+        pieces: list[Piece] = [self._piece(source, high - low, fold) for source in sources]
+        pieces[rank] = mine[(start + low) // item : (start + high) // item]
+        if rank and own == target:  # Note [In place] in aliasing.py; only the first piece may be the result
+            pieces[rank] = pieces[rank].clone()
+        result: Piece = out[low // item : high // item]
+        if fold.array is not None:
+            pieces[rank], result = pieces[rank].numpy(), result.numpy()
+        fold(pieces, result)
 
-    def _reduce(self, wanted: _Wanted, low: int, pieces: dict[int, Tensor]) -> None:
-        reduce_op = wanted.op.reduce_op
-        assert reduce_op is not None
-        dtype = wanted.op.outputs[0].dtype
-        out = wanted.places[self.rank][low : low + pieces[self.rank].numel()].view(dtype)
-        parts = [pieces[rank].view(dtype) for rank in range(self.size)]
-        # The output may be this rank's own part (Note [In place] in aliasing.py): hence not into `out` at once.
-        result = parts[0].clone() if self.size > 1 else parts[0]
-        combine(reduce_op, [result, *parts[1:]], result)
-        out.copy_(result)
-
-    def _parts(self, op: Collective) -> tuple[list[Tensor], dict[int, Tensor]]:
+    def _parts(self, op: Collective) -> tuple[list[Part], Places]:
         """What this rank brings (one part for all, or one per rank), and where each rank's data goes."""
-        kind, ranks = op.kind, range(self.size)
+        kind, rank, size = op.kind, self.rank, self.size
         if kind is OpKind.BARRIER:
             return [], {}
         if kind is OpKind.BROADCAST:
-            at_root = self.rank == op.root
-            return [op.inputs[0]] if at_root else [], {} if at_root else {op.root or 0: op.outputs[0]}
-        if kind is OpKind.ALL_GATHER:
-            return [op.inputs[0]], dict(enumerate(op.outputs))
+            at_root, part = rank == op.root, _part(op.inputs[0])
+            return [part] if at_root else [], {} if at_root else {op.root or 0: part}
         if kind is OpKind.ALL_GATHER_INTO_TENSOR:
-            return [op.inputs[0]], dict(enumerate(_equal(op.outputs[0], self.size)))
-        if kind is OpKind.REDUCE_SCATTER:
-            return list(op.inputs), dict.fromkeys(ranks, op.outputs[0])
+            return [_part(op.inputs[0])], dict(enumerate(_cut(op.outputs[0], (), size)))
         if kind is OpKind.REDUCE_SCATTER_TENSOR:
-            return list(_equal(op.inputs[0], self.size)), dict.fromkeys(ranks, op.outputs[0])
-        if kind is OpKind.ALL_TO_ALL:
-            return list(op.inputs), dict(enumerate(op.outputs))
+            return _cut(op.inputs[0], (), size), dict.fromkeys(range(size), _part(op.outputs[0]))
         if kind is OpKind.ALL_TO_ALL_SINGLE:
             outputs, inputs = op.splits or ((), ())
-            brought = cut(op.inputs[0], inputs, self.size)
-            return list(brought), dict(enumerate(cut(op.outputs[0], outputs, self.size)))
+            return _cut(op.inputs[0], inputs, size), dict(enumerate(_cut(op.outputs[0], outputs, size)))
+        brought, places = [*map(_part, op.inputs)], [*map(_part, op.outputs)]
+        if kind is OpKind.ALL_GATHER or kind is OpKind.ALL_TO_ALL:
+            return brought, dict(enumerate(places))
+        if kind is OpKind.REDUCE_SCATTER:
+            return brought, dict.fromkeys(range(size), places[0])
         if kind is OpKind.GATHER:
-            return [op.inputs[0]], dict(enumerate(op.outputs)) if self.rank == op.root else {}
+            return brought, dict(enumerate(places)) if rank == op.root else {}
         if kind is OpKind.SCATTER:
-            return list(op.inputs) if self.rank == op.root else [], {op.root or 0: op.outputs[0]}
+            return brought if rank == op.root else [], {op.root or 0: places[0]}
         raise InternalError(f"{op}: there is no program for it.")
 
 
-def _equal(t: Tensor, size: int) -> list[Tensor]:
-    row = flat(t)
-    part = row.numel() // size
-    return [row[r * part : (r + 1) * part] for r in range(size)]
+def _part(t: Tensor) -> Part:
+    return t.data_ptr(), t.nbytes
+
+
+def _cut(t: Tensor, splits: Sequence[int], size: int) -> list[Part]:
+    """One part per rank: so many rows of `t` each, or equal parts."""
+    start, nbytes = _part(t)
+    if not splits:
+        part = nbytes // size
+        return [(start + r * part, part) for r in range(size)]
+    row = nbytes // max(1, sum(splits))
+    ends = [*accumulate(splits, initial=0)]
+    return [(start + low * row, (high - low) * row) for low, high in pairwise(ends)]

@@ -32,10 +32,19 @@ between the sleeper's last check and its sleep is noticed too. Two writers may b
 A writer may be killed between writing 0 and waking; therefore no rank sleeps longer than `SLICE` at a time, and each checks
 after every sleep whether the others are alive.
 
+Note [The last one wakes]
+A sleeper waits until all ranks have signaled a number of times. So of n ranks only the one whose signal completes that number wakes
+the others: the one that finds, after its own signal and a fence, that no rank has signaled less often than itself. Of two that
+signal at the same time at least one sees the other's signal, as in the note before. One that finds a rank behind was not
+the one that anybody waited for: it had signaled at least as often as that rank before.
+
 Note [Spin, then sleep]
 A sleep and a wake-up cost 20 to 60 us. So a waiter checks a number of times before it sleeps, as long as there is a core for every
 rank: first without pause, then, for a millisecond or two, giving up the interpreter lock at each check. Where ranks outnumber cores
 it gives up the core at each check instead, and sleeps soon. So do the two ends of a large message, which take turns.
+A core that is given up comes back at once if the others wait as well, and after a scheduler's slice of some milliseconds if a
+program that computes has taken it. Once that has happened a waiter sleeps at once for a while: a process that wakes up is
+scheduled before those that were busy.
 
 Note [Ranks of one process]
 A rank that spins keeps the interpreter lock from another rank of its process, so it checks once and sleeps.
@@ -52,8 +61,20 @@ import threading
 import time
 from collections.abc import Callable
 
+from gradwire.runtime.host import usable_cores
+
 SLICE = 0.05
 """The longest sleep, in seconds, before a waiter checks on the other ranks."""
+
+_SPINS, _CROWDED_SPINS, _THREAD_SPINS = 300, 40, 30
+"""How often a caller checks for its peers, with a core for each rank and without, and the group's own thread: see Note [Spin, then
+sleep]."""
+_YIELDS = 800
+"""How often a thread then checks, giving up its core each time, before it sleeps: one to two milliseconds."""
+_STALL = 1e-3
+"""Seconds. A core that was given up and is back later than that is also used by others, who compute."""
+_CONTESTED = 200
+"""How often a thread then sleeps at once where it would check first."""
 
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -70,6 +91,32 @@ class Fence:
     def __call__(self) -> None:
         self.release()
         self.acquire()
+
+
+class Patience:
+    """How often the threads of one rank check before they sleep: see Note [Spin, then sleep]."""
+
+    def __init__(self, ranks: int, *, shares: bool) -> None:
+        """`shares`: this process has several of the ranks. See Note [Ranks of one process]."""
+        self.crowded = ranks > usable_cores()
+        self.spins = 1 if shares else _CROWDED_SPINS if self.crowded else _SPINS
+        self.thread_spins = 1 if shares else _THREAD_SPINS
+        self.yields = 0 if shares or self.crowded else _YIELDS
+        self.contested = 0
+        """How often to sleep at once from now on, because others use the cores."""
+
+    def give_way(self) -> None:
+        """Give up the core, and the interpreter lock, for a moment."""
+        began = time.perf_counter()
+        os.sched_yield()
+        if time.perf_counter() - began > _STALL:
+            self.contested = _CONTESTED
+
+    def sleeps_early(self) -> bool:
+        """Whether a sleep is due after a few checks; counted."""
+        early = self.crowded or self.contested > 0
+        self.contested = max(0, self.contested - 1)
+        return early
 
 
 class Futex:

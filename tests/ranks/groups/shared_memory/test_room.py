@@ -54,8 +54,8 @@ def small_tmpfs(tmp_path: Path) -> Iterator[str]:
 
 def test_staging_takes_half_of_what_there_is() -> None:
     assert SegmentPlan.fitting(2, 1 << 40).chunk == CHUNK
-    assert SegmentPlan.fitting(8, 64 * MIB).chunk == CHUNK
-    for ranks in (16, 22, 64):
+    assert SegmentPlan.fitting(8, 160 * MIB).chunk == CHUNK
+    for ranks in (8, 16, 22, 64):
         plan = SegmentPlan.fitting(ranks, 64 * MIB)
         assert SMALLEST_CHUNK <= plan.chunk < CHUNK
         assert plan.heaps <= 32 * MIB

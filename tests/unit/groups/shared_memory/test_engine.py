@@ -12,7 +12,7 @@ import torch
 
 from gradwire.collectives import ReduceOp, build
 from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
-from gradwire.groups.shared_memory import board
+from gradwire.groups.shared_memory import board, sync
 from gradwire.groups.shared_memory.board import LEFT
 from gradwire.groups.shared_memory.engine import _Current
 from helpers.threads import run_threads
@@ -437,13 +437,51 @@ def test_the_shortest_way_is_not_taken_past_an_operation_that_is_being_taken_up(
 
     driving, engine._driving = engine._driving, Lock()  # type: ignore[assignment]
     try:
-        assert engine.sum_now(build.all_reduce(torch.ones(1)), lambda: pytest.fail("begun")) is False
+        assert engine.run_now(build.all_reduce(torch.ones(1)), lambda: pytest.fail("begun")) is False
     finally:
         engine._driving = driving
     assert groups[0]._board.signaled == 1
     engine.wake()
     groups[1].barrier()
     first.wait()
+
+
+def test_only_the_rank_that_completes_a_signal_wakes_the_others(world: Any, everywhere: Any) -> None:
+    """A sleeper waits for all ranks: each wake-up before the last signal would be for nothing."""
+    groups = world(3)
+    boards, woken = [group._board for group in groups], []
+    for one in boards:
+        one.wait_queue.wake_all = lambda rank=one.rank: woken.append(rank)
+    for rank in (0, 2, 2, 1, 0, 1):
+        boards[rank].signal()
+    assert woken == [1, 1]
+    for one in boards:
+        del one.wait_queue.wake_all
+    works(groups, everywhere)
+
+
+@pytest.mark.parametrize(("stall", "fewest", "most"), [(float("inf"), 3 * 40, 10**6), (-1.0, 1, 1)])
+def test_a_rank_whose_core_others_use_sleeps_instead_of_giving_it_up(
+    world: Any, everywhere: Any, monkeypatch: pytest.MonkeyPatch, stall: float, fewest: int, most: int
+) -> None:
+    """Crowded ranks give up their core a number of times before they sleep, unless it was once slow to come back."""
+    groups = world(2)
+    patience, sleep, slept, yields = groups[0]._engine.patience, groups[0]._board.wait_queue.sleep, [], []
+    patience.crowded, patience.spins = True, 40
+    monkeypatch.setattr(sync, "_STALL", stall)
+    monkeypatch.setattr(sync.os, "sched_yield", lambda: yields.append(1))
+    monkeypatch.setattr(groups[0]._board.wait_queue, "sleep", lambda *args: (slept.append(1), sleep(*args)))
+
+    def use(group: Any) -> None:
+        for op in (group.barrier, lambda: group.all_reduce(torch.ones(1)), lambda: group.broadcast(torch.ones(1), 0)):
+            before = len(slept)
+            if group.rank == 1:
+                wait_until(lambda before=before: len(slept) > before, "rank 0 sleeps")
+            op()
+
+    assert everywhere(groups, use) == [None, None]
+    assert fewest <= len(yields) <= most
+    assert patience.contested == (0 if stall > 0 else sync._CONTESTED - len(slept))
 
 
 def test_a_callback_that_submits(world: Any, everywhere: Any) -> None:

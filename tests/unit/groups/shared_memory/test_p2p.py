@@ -15,7 +15,7 @@ from gradwire.collectives.reference import store
 from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError
 from gradwire.groups.shared_memory import p2p
 from gradwire.groups.shared_memory.board import SLOTS
-from gradwire.groups.shared_memory.engine import _THREAD_SPINS, _YIELDS
+from gradwire.groups.shared_memory.sync import _THREAD_SPINS, _YIELDS
 from helpers.waiting import wait_until
 
 
@@ -56,9 +56,9 @@ def test_who_waits_for_many_or_large_messages_sleeps_soon(world: Any, shares: bo
     """At once where it would keep the interpreter lock from the sender; else after as many looks at messages as at one message."""
     group = world(2)[0]
     engine, looks, slept, rounds = group._engine, [0], threading.Event(), []
-    assert not engine._yields
+    assert not engine.patience.yields
     if not shares:
-        engine._yields, engine._thread_spins = True, _THREAD_SPINS
+        engine.patience.yields, engine.patience.thread_spins = _YIELDS, _THREAD_SPINS
     advance, sleep = engine._advance, engine.board.wait_queue.sleep
 
     def counting() -> bool:
