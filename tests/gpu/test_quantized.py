@@ -1,5 +1,6 @@
 """The Triton codec against torch operations, bit for bit, and its speed. Skipped where there is no CUDA device."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -63,6 +64,32 @@ def test_triton_gives_the_bits_of_eager(kernels, bits: int, block: int, rows: in
             for way, out in zip((kernels, eager), sums, strict=True):
                 way.decode(messages[0], out, own, 1 / 3)
             torch.testing.assert_close(*sums, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("bits", "block", "rows", "rounding"), [case for case in CASES if case[1] == 256])
+def test_fused_feedback_gives_the_bits_of_eager(kernels, bits: int, block: int, rows: int, rounding: str) -> None:  # type: ignore[no-untyped-def]
+    key = 1234567 if rounding == "stochastic" else rows % 2 if bits == 1 else None
+    for numel, dtype in itertools.product((1, 257, 100_003), (torch.float32, torch.bfloat16, torch.float16)):
+        part, x = part_of(numel, bits, block=block, rows=rows), awkward(numel, dtype)
+        residual = awkward(numel, torch.float32, seed=1).nan_to_num_(0, 0, 0)
+        messages, answers = (torch.zeros(2, n, part.stride, dtype=torch.uint8, device="cuda") for n in (rows, 1))
+        wanted, decoded = residual + x, torch.empty(numel, device="cuda")
+        kernels.quantize_sum(x, residual, messages[0], part, key)
+        eager.quantize(wanted.to(dtype), messages[1], part, key)
+        assert torch.equal(*messages), (numel, dtype)
+        eager.decode(messages[1], decoded, part)
+        assert torch.equal(residual, (wanted - decoded).nan_to_num_(0, 0, 0)), (numel, dtype)
+        for own in filter(lambda own: own.numel, map(part.owned_by, range(rows))):
+            mine, mean, rounded = residual[: own.numel].clone(), *torch.empty(2, own.numel, device="cuda")
+            kernels.quantize_mean(messages[0], mine, answers[0], own, key, rows)
+            eager.decode(messages[0], mean, own, 1 / rows)
+            eager.quantize(mean, answers[1], own, key)
+            assert torch.equal(*answers), (numel, dtype)
+            eager.decode(answers[1], rounded, own)
+            assert torch.equal(mine, (residual[: own.numel] - (rounded - mean) * rows).nan_to_num_(0, 0, 0)), (
+                numel,
+                dtype,
+            )
 
 
 def test_rows_of_more_bytes_than_32_bits_count(kernels) -> None:  # type: ignore[no-untyped-def]

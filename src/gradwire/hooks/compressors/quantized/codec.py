@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradwire.hooks.compressors.quantized import eager, loops
@@ -19,18 +20,44 @@ def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
 
     With a key rounding is stochastic; with one bit the key decides which zeros are positive.
     """
-    if part.blocks == 0:
-        return
+    if part.blocks:
+        _clear_padding(message, part)
+        _implementation(x).quantize(x, message, part, key)
+
+
+def _clear_padding(message: Tensor, part: Part) -> None:
     unused = message[:, part.scales_at + 4 * part.blocks : part.scales_at + -(-part.blocks // 4) * 16]
     if unused.shape[1]:
         unused.zero_()  # uninitialized memory is never sent
-    _implementation(x).quantize(x, message, part, key)
 
 
 def decode(message: Tensor, out: Tensor, part: Part, factor: float | None = None) -> None:
     """Decode the rows one after another to `out`; with a factor, write their sum times it to `out`, which is float32 then."""
     if part.numel:
         _implementation(out).decode(message, out, part, factor)
+
+
+def has_feedback(x: Tensor, residual: Tensor) -> bool:
+    """Whether `quantize_sum` and `quantize_mean` are available."""
+    fused = x.is_cuda and x.is_floating_point() and x.itemsize <= 4 and residual.dtype == torch.float32
+    return fused and _implementation(x) is not eager
+
+
+def quantize_sum(x: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None) -> None:
+    """As `quantize`, of `x` plus the residual, which becomes what the codes leave of that, or zero if it is not finite."""
+    if part.blocks:
+        _clear_padding(message, part)
+        _implementation(x).quantize_sum(x, residual, message, part, key)
+
+
+def quantize_mean(
+    received: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None, divisor: int
+) -> None:
+    """As `quantize`, of the sum of the rows of `received` over `divisor`. Its rounding is sent by this rank: the residual, which is
+    that of this part, pays for it."""
+    if part.blocks:
+        _clear_padding(message, part)
+        _implementation(received).quantize_mean(received, residual, message, part, key, divisor)
 
 
 def _implementation(t: Tensor) -> Any:
