@@ -3,6 +3,7 @@
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.clip_noise import add_noise, clip
+from gradwire.hooks.combinators.capture import capture
 from gradwire.hooks.combinators.feedback import error_feedback
 from gradwire.hooks.combinators.hierarchical import hierarchical
 from gradwire.hooks.combinators.partition import by_size, masked, partition
@@ -34,6 +35,7 @@ __all__ = [
     "add_noise",
     "after",
     "by_size",
+    "capture",
     "cast",
     "chain",
     "clip",

@@ -51,6 +51,8 @@ class Turn:
     """Which ranks share a host, where that is known. A hook may then yield `op.among(Scope.INSIDE)` or `Scope.ACROSS`."""
     origin: tuple[int, ...] = ()
     """Rank and step before any combinator changed them: random numbers are derived from these."""
+    room: Tensor | None = None
+    """Memory for `value`, as large as `grad`, if the hook `uses_room`."""
     path: str = ""
     """Tells apart the parts of a combinator that see the same bucket in the same step, so that they draw different numbers."""
 
@@ -121,6 +123,8 @@ class CommHook(ABC):
 
     dense_only: bool = False
     """Whether it refuses sparse gradients: it selects, splits or rounds elements."""
+    uses_room: bool = False
+    """Whether it writes its value to `turn.room` if there is one. Hooks that pass their turn on do not."""
     made_by: str = ""
     """The function that makes it, which its repr shows; empty for a hook that is made by its class."""
     alone: str = ""
@@ -150,9 +154,22 @@ class CommHook(ABC):
         """The state for one bucket before its first reduction. Whatever runs the hook owns it."""
         return None
 
+    def capture_key(self, turn: Turn) -> Any:
+        """What the kernels of `reduce` depend on in this turn, besides rank, world, weight and divisor; None if that is unknown.
+
+        On CUDA, `reduce` is recorded as CUDA graphs for each key, and replayed in later turns with the same one, unless the key is
+        None. A hook that returns a key, such as 0, must change its state in place, read no tensor on the host, and decide nothing
+        by `turn.step` or random numbers of the host that is not in the key. See also `capture`.
+        """
+        return None
+
     @abstractmethod
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Average `grad` over all ranks. It is flat, and must not be written unless `turn.donated`."""
+
+    def reduce_with_residual(self, grad: Tensor, residual: Tensor, state: Any, turn: Turn) -> Reduction | None:
+        """`reduce` of `grad` plus `residual`, which becomes what was not sent, by kernels that do both; None if there are none."""
+        return None
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         """The bytes that a rank sends for a bucket; None if that depends on the values.

@@ -19,7 +19,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.composite import Composite, Wrapped
 from gradwire.hooks.numerics.elementwise import drop_nonfinite_
 from gradwire.hooks.state import pick
-from gradwire.runtime.jit import loop
+from gradwire.runtime.jit import kernels, loop
 
 _REFUSED = {
     Trait.REMEMBERS: "the inner hook already keeps what it did not send, so it would be sent twice. Remove one of them.",
@@ -53,21 +53,33 @@ class ErrorFeedback(Composite, Wrapped):
     def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
         """Reduce the gradient plus the residual; the new residual is what was not sent of it."""
         self.refuse_sparse(grad, turn.spec)
+        fused = self.inner.reduce_with_residual(grad, state["residual"], state["inner"], turn)
+        if fused is not None:
+            return (yield from fused)
         # In place: the sum replaces the residual, and the new residual the sum, so that no memory is allocated.
         wanted = state["residual"].add_(grad)
         # The rounding of 16-bit gradients is part of the residual, which is float32; otherwise `rounded` is `wanted` itself.
         rounded = wanted.to(grad.dtype)
-        value, sent = yield from self.inner.reduce(rounded, state["inner"], replace(turn, donated=False))
+        room = grad if turn.donated and self.inner.uses_room else None
+        value, sent = yield from self.inner.reduce(rounded, state["inner"], replace(turn, donated=False, room=room))
         value, sent = (t.clone() if _shares(t, wanted) else t for t in (value, sent))
         _keep_unsent(wanted, sent)
         return Reduced(value, sent)
+
+    def capture_key(self, turn: Turn) -> Any:
+        return self.inner.capture_key(turn)
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
         return pick(saved, "residual")
 
 
 def _keep_unsent(wanted: Tensor, sent: Tensor) -> None:
-    """`wanted -= sent`, then `drop_nonfinite_`; in one pass if numba is available."""
+    """`wanted -= sent`, then `drop_nonfinite_`; in one pass if numba, or on CUDA Triton, is available."""
+    if wanted.is_cuda and wanted.dtype == torch.float32 and sent.is_contiguous():
+        triton = kernels(_KERNELS)
+        if triton is not None:
+            triton.keep_unsent(wanted, sent)
+            return
     fits = wanted.is_cpu and wanted.dtype in _COMPILED and sent.dtype == wanted.dtype and sent.is_contiguous()
     fast = _subtract.compiled() if fits else None
     if fast is None:
@@ -76,6 +88,7 @@ def _keep_unsent(wanted: Tensor, sent: Tensor) -> None:
         fast(wanted.numpy(), sent.view(-1).numpy())
 
 
+_KERNELS = "gradwire.hooks.numerics.elementwise_kernels"
 _COMPILED = (torch.float32, torch.float64)
 
 

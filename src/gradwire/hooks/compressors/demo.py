@@ -131,6 +131,9 @@ class DecoupledMomentum(SendsPairs):
         value = _averaged(lists, momentum, turn.spec, tilings, turn.counted)
         return Reduced(value.to(grad.dtype), own.to(grad.dtype))
 
+    def capture_key(self, turn: Turn) -> int:
+        return 0
+
     def _tilings(self, spec: BucketSpec) -> list[Tiling]:
         return [Tiling.of(shape, self.chunk, self.k) for shape in spec.shapes]
 

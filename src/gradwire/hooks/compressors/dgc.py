@@ -58,11 +58,14 @@ class DGC(SendsPairs, Composite):
         indices = largest(v, share_of(v.numel(), ratio=self.ratio_at(turn.step)))
         wanted = v[indices]
         values = wanted.to(form.values)
-        v[indices] = wanted - values.to(v.dtype)  # zero, except for rounding
-        u[indices] = 0
+        v.index_copy_(0, indices, wanted - values.to(v.dtype))  # zero, except for rounding
+        u.index_fill_(0, indices, 0)
         drop_nonfinite_(u)
         drop_nonfinite_(v)
         return (yield from exchange(Pairs(indices.to(form.indices), values), form, turn))
+
+    def capture_key(self, turn: Turn) -> int | None:
+        return 0 if turn.step >= self.warmup_steps else None
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return (world_size - 1) * share_of(count(spec), ratio=self.ratio_at(step)) * self.form(spec).nbytes

@@ -138,7 +138,7 @@ class PowerSGD(CommHook):
     seed: int
 
     made_by = "power_sgd"
-    dense_only = True
+    dense_only = uses_room = True
 
     @property
     def traits(self) -> Trait:
@@ -193,7 +193,8 @@ class PowerSGD(CommHook):
         if turn.share != 1:
             new.flat.mul_(turn.share)
             row[:head].mul_(turn.share)
-        value = flat if turn.donated or flat is not own else torch.empty_like(flat)
+        room = own if turn.room is None else real(turn.room)
+        value = flat if turn.donated or flat is not own else torch.empty_like(flat) if room is own else room
         multiply(p, new.turned, plan.matrices(value))
         plan.rest.put(value, row[:head])
         if turn.donated:
@@ -202,6 +203,9 @@ class PowerSGD(CommHook):
         multiply(p, state.mine.turned, plan.matrices(sent))
         plan.rest.put(sent, plan.rest.take(own).to(sent.dtype))
         return Reduced(*(as_dtype(row[: own.numel()], grad.dtype) for row in (value, sent)))
+
+    def capture_key(self, turn: Turn) -> int | None:
+        return 0 if self.warm_start else None
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         if spec.sparse:

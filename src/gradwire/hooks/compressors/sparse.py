@@ -24,7 +24,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.clip_noise import Clip
 from gradwire.hooks.composite import Wrapped
-from gradwire.hooks.numerics.elementwise import as_dtype, count, number_dtype, real
+from gradwire.hooks.numerics.elementwise import as_dtype, count, drop_nonfinite_, number_dtype, real
 from gradwire.hooks.numerics.rng import key, noise
 from gradwire.hooks.numerics.select import largest, reaching
 
@@ -108,7 +108,10 @@ def gather(chosen: Pairs, form: Format, turn: Turn) -> Any:
 def _rows(lists: list[Pairs], chosen: Pairs, turn: Turn) -> Reduced:
     """The mean of the lists, added in rank order; no list has an index twice. So every rank computes the same bits."""
     dtype, number = turn.spec.dtype, number_dtype(turn.spec.dtype)
-    value = torch.zeros(count(turn.spec), dtype=number, device=chosen.values.device)
+    value = turn.room
+    if value is None or value.dtype != number:
+        value = torch.empty(count(turn.spec), dtype=number, device=chosen.values.device)
+    value.zero_()
     for indices, values in lists:
         value.index_add_(0, indices, values.to(number).div_(turn.counted))
     sent = value  # not needed if donated
@@ -147,6 +150,21 @@ class TopK(_Selecting):
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         return (yield from exchange(*self.chosen(grad, turn), turn))
+
+    def reduce_with_residual(self, grad: Tensor, residual: Tensor, state: Any, turn: Turn) -> Reduction | None:
+        """What was sent is subtracted element by element, not as a bucket of zeros and a few others."""
+        fits = turn.donated and not grad.is_complex() and not grad.is_sparse
+        return self._reduce_with_residual(grad, residual, turn) if fits else None
+
+    def _reduce_with_residual(self, grad: Tensor, residual: Tensor, turn: Turn) -> Reduction:
+        chosen, form = self.chosen(residual.add_(grad).to(grad.dtype), turn)
+        reduced = yield from exchange(chosen, form, replace(turn, room=grad))
+        residual.index_add_(0, chosen.indices, chosen.values.to(residual.dtype), alpha=-1)
+        drop_nonfinite_(residual)
+        return reduced
+
+    def capture_key(self, turn: Turn) -> int:
+        return 0
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return (world_size - 1) * share_of(count(spec), ratio=self.ratio, k=self.k) * self.form(spec).nbytes

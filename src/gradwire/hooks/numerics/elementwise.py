@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ def number_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def float32(number: float) -> float:
     """The nearest float32, so that no implementation computes with more digits of it."""
-    return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
+    return float(np.float32(number))
 
 
 def real(flat: Tensor) -> Tensor:

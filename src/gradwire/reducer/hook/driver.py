@@ -2,11 +2,12 @@
 
 Note [Where a reduction runs]
 On CUDA, if the group orders streams, it runs straight through in the caller's thread under a side stream: `wait` then does
-not block the host, so the whole hook is enqueued while backward continues. Not so `mean()`, which computes nothing: the engine has
-a stream of its own, and to switch streams costs more host time than all the rest of a launch. Elsewhere a hook of no collective is
-done at once; a hook of one is submitted at once and finished by its waiter; a hook of several runs on the group's lane, one bucket
-after another, so that all ranks submit their collectives in the same order. What the lane does on CUDA (gloo takes CUDA
-tensors and orders no streams) is on the side stream, behind what the caller had enqueued at launch.
+not block the host, so the whole hook is enqueued while backward continues, from CUDA graphs where it can be captured
+(`cuda_graphs.py`). Not so `mean()`, which computes nothing: the engine has a stream of its own, and to switch streams costs more
+host time than all the rest of a launch. Elsewhere a hook of no collective is done at once; a hook of one is submitted at once and
+finished by its waiter; a hook of several runs on the group's lane, one bucket after another, so that all ranks submit their
+collectives in the same order. What the lane does on CUDA (gloo takes CUDA tensors and orders no streams) is on the side stream,
+behind what the caller had enqueued at launch.
 
 Note [Scopes]
 A reduction may yield collectives of the ranks of one host, or of one rank per host. A group with a `layout` runs them in order with
@@ -39,6 +40,7 @@ from gradwire.hooks.dense import Mean
 from gradwire.hooks.periodic.base import OuterHook
 from gradwire.hooks.pump import begin, pump
 from gradwire.recorder import writer
+from gradwire.reducer.hook.cuda_graphs import CapturedReductions
 from gradwire.runtime.threads import Worker
 
 
@@ -122,6 +124,7 @@ class Driver:
         # A model that is dropped without detach() must not leave a thread behind; at exit it ends before the group does.
         self._finalizer = weakref.finalize(self, self._lane.stop)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.captured = CapturedReductions()
 
     def launch(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
         """Start reducing `grad`; never waits for another rank, except on groups that block in `submit`."""
@@ -138,7 +141,8 @@ class Driver:
     def _launch_on_stream(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
         ordered = _Ordered(grad, self.side_stream(grad.device))
         with ordered.here():
-            ordered.value = run(gradient_reduction(self.group, hook, grad, state, turn), self.group)
+            start = partial(gradient_reduction, self.group, hook, grad, state, turn)
+            ordered.value = self.captured.run(start, hook, grad, state, turn, _on(self.group, self.group.submit))
         return ordered
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:

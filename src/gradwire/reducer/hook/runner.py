@@ -120,6 +120,7 @@ class HookRunner:
 
     def buckets_changed(self) -> None:
         """Parameters are in other buckets from now on: states follow their parameters."""
+        self.driver.captured.drop()
         self.states.next_step()
         if self.outer is None:
             self.states.store_by_parameter()
@@ -138,6 +139,7 @@ class HookRunner:
         same = self.outer is not None and own.structure == self.outer.hook.structure
         saved = self.outer.state_dict() if self.outer is not None and same else None
         states = self.states.transfer_to(own, step=self.step)
+        self.driver.captured.drop()
         self.hook, self.torch_hook = (hook, None) if isinstance(hook, CommHook) else (self.hook, hook)
         self.name = repr(hook) if isinstance(hook, CommHook) else name_of(hook[0])
         self.states, self.outer = states, self._outer_optimizer(states, saved)

@@ -82,6 +82,33 @@ class Quantize(CommHook):
             section.slices.put(value, room)
         return Reduced(as_dtype(value, grad.dtype), as_dtype(value if sent is None else sent, grad.dtype))
 
+    def reduce_with_residual(
+        self, grad: Tensor, residual: Tensor, state: MessageLayout, turn: Turn
+    ) -> Reduction | None:
+        """In three kernels, if the whole bucket has one bit width: see `codec.has_feedback`."""
+        whole = len(state.sections) == 1 and state.sections[0].slices.numel == grad.numel()
+        fits = turn.donated and whole and codec.has_feedback(grad, residual)
+        return self._reduce_with_residual(grad, residual, state, turn) if fits else None
+
+    def _reduce_with_residual(self, grad: Tensor, residual: Tensor, state: MessageLayout, turn: Turn) -> Reduction:
+        [part], label, keys = state.parts(turn.world_size), f"bucket {turn.spec.index}", self._keys(turn)
+        message = grad.new_empty((turn.world_size, part.stride), dtype=torch.uint8)
+        own = part.owned_by(turn.rank)
+        key = [parity(turn) if part.bits == 1 else next(keys) for _ in range(2)]
+        codec.quantize_sum(grad, residual, message, part, key[0])
+        received, answer = torch.empty_like(message), torch.empty_like(message[:1])
+        yield all_to_all_single(received, message, label=label)
+        mine = residual.narrow(0, min(turn.rank * part.row, part.numel), own.numel)
+        codec.quantize_mean(received, mine, answer, own, key[1], turn.counted)
+        yield all_gather_into_tensor(received, answer, label=label)
+        codec.decode(received, grad, part)
+        return Reduced(grad, grad)
+
+    def capture_key(self, turn: Turn) -> int | None:
+        if self.rounding != "nearest":
+            return None
+        return parity(turn) if any(bits == 1 for _, bits in self.rules) else 0
+
     def _keys(self, turn: Turn) -> Iterator[int | None]:
         """A different 31-bit key for each random rounding of a turn; None if rounding is to nearest."""
         if self.rounding == "nearest":

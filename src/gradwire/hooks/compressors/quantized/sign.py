@@ -31,9 +31,19 @@ class _ScaleGroups:
         sums = [torch.linalg.vector_norm(piece, 1) for piece in flat.split(self.counts)]
         return torch.stack(sums).div_(self.on_device.clamp(min=1))
 
+    def scale_(self, values: Tensor, scales: Tensor) -> Tensor:
+        """Multiply each value by the scale of its parameter."""
+        if not values.is_cuda or len(self.counts) == 1:
+            return values.mul_(self.spread(scales))
+        for piece, scale in zip(values.split(self.counts), scales.unbind(), strict=True):
+            piece.mul_(scale)
+        return values
+
     def spread(self, scales: Tensor) -> Tensor:
         if len(self.counts) == 1:
             return scales.expand(self.numel)
+        if scales.is_cuda:  # where repeat_interleave writes all elements of a parameter by one thread block
+            return self.scale_(scales.new_ones(self.numel), scales)
         return torch.repeat_interleave(scales, self.on_device, output_size=self.numel)
 
 
@@ -43,7 +53,7 @@ class Sign(CommHook):
     per: str
 
     made_by = "sign"
-    dense_only = True
+    dense_only = uses_room = True
     error = float32_error
 
     @property
@@ -74,14 +84,14 @@ class Sign(CommHook):
         gathered = message.new_empty((turn.world_size, message.shape[1]))
         yield all_gather_into_tensor(gathered, message, label=f"bucket {turn.spec.index}")
         signs, theirs = _apart(gathered, part)
-        total = torch.zeros(groups.numel, dtype=torch.float32, device=flat.device)
-        sent = total
+        total = sent = flat
         for rank in range(turn.world_size):
-            contribution = _meant(signs[rank], part).mul_(groups.spread(theirs[rank]))
-            total.add_(contribution)
+            contribution = groups.scale_(_meant(signs[rank], part), theirs[rank])
             if rank == turn.rank:
                 sent = contribution
-        return Reduced(total.mul_(1 / turn.counted), sent)
+            total = total.add_(contribution) if rank else contribution.clone() if turn.world_size > 1 else contribution
+        room = turn.room if turn.room is not None and turn.room.dtype == torch.float32 else None
+        return Reduced(torch.mul(total, 1 / turn.counted, out=room), sent)
 
     def _majority(self, flat: Tensor, scales: Tensor, groups: _ScaleGroups, turn: Turn) -> Reduction:
         size, count, label = turn.world_size, turn.counted, f"bucket {turn.spec.index}"
@@ -112,14 +122,17 @@ class Sign(CommHook):
         for rank in range(1, size):
             mean_scale += theirs[rank]
         mean_scale *= 1 / count
-        value = _meant(results, part).mul_(groups.spread(mean_scale))
+        value = groups.scale_(_meant(results, part), mean_scale)
         if turn.donated:
             return Reduced(value, value)
-        sent = _meant(message[:, : results.shape[1]], part).mul_(groups.spread(scales))
+        sent = groups.scale_(_meant(message[:, : results.shape[1]], part), scales)
         # The difference between vote and mean is the error of the slice's owner.
         off = value.narrow(0, min(low, part.numel), own.numel) - total * (1 / count)
         sent.narrow(0, min(low, part.numel), own.numel).add_(off, alpha=count)
         return Reduced(value, sent)
+
+    def capture_key(self, turn: Turn) -> int:
+        return parity(turn)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         counts = _counts(spec, self.per)

@@ -1,0 +1,202 @@
+"""Captured reductions: what a hook does between its collectives as CUDA graphs, recorded once per bucket and replayed.
+
+Note [Captured reductions]
+On a GPU a hook of many kernels costs the host more time than the device. Buckets are static buffers, and a hook's state changes in
+place, so the same kernels on the same addresses are the reduction of every step: a segment between two collectives becomes a CUDA
+graph, and a step is one launch per segment, with the collectives in between. These are submitted as always: no graph contains
+one, so a rank may capture, or fall back, alone. Which reductions are alike is the hook's `capture_key`.
+
+The first reduction of a bucket runs eagerly: it compiles kernels and allocates workspaces. The second is captured, which computes
+and sends nothing, and then replayed. The result is copied to the bucket's buffer. All graphs share one memory pool. What a segment
+allocates is freed after its capture and used by the next bucket's: reductions of a device follow each other on one stream, so the
+collectives are given addresses, not tensors that would keep memory from the next bucket. A bucket with other parameters, memory or
+state is another one; with other parameters, all graphs are dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import Collective
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.pump import advance, pump
+
+LARGEST_BUCKET = 64 * 2**20
+"""In bytes. A larger one runs eagerly: its graphs would keep a multiple of its memory, and launches are little of its time."""
+_WORTH_IT = 16
+"""Replays of a capture; a bucket whose memory or state changes sooner three times in a row is not captured again."""
+
+Submit = Callable[[Collective], Any]
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A bucket that was reduced: what its graphs depend on, and the graphs once there are any."""
+
+    address: int
+    state: Any
+    wasted: int
+    """Captures in a row that were replayed too few times."""
+    segments: list[tuple[torch.cuda.CUDAGraph, Collective | None]] = field(default_factory=list)
+    replays: int = 0
+
+    def changed(self, address: int, state: Any) -> _Bucket:
+        """The bucket with other memory or state."""
+        wasted = self.wasted + 1 if self.replays < _WORTH_IT else 0
+        return _Bucket(address, state, wasted if self.segments else self.wasted)
+
+
+class CapturedReductions:
+    """Runs the reductions of one hook on one model, captured where possible. See Note [Captured reductions]."""
+
+    enabled = True
+    """For all models: False if the environment says so."""
+
+    def __init__(self) -> None:
+        self._hook: CommHook | None = None
+        self._specs: dict[int, BucketSpec] = {}
+        self._buckets: dict[tuple[Any, ...], _Bucket] = {}
+        self._first: torch.cuda.CUDAGraph | None = None
+        """An empty graph that keeps the memory pool of all others."""
+        self._refused: CommHook | None = None
+
+    def run(
+        self, start: Callable[[], Reduction], hook: CommHook, grad: Tensor, state: Any, turn: Turn, submit: Submit
+    ) -> Tensor:
+        """The value of the reduction that `start()` makes; on the current stream, which is not the default one."""
+        key = hook.capture_key(turn) if self.enabled and 0 < grad.nbytes <= LARGEST_BUCKET else None
+        if key is None or self._refused is hook or torch.cuda.is_current_stream_capturing():
+            return _eager(start, submit)
+        if self._hook is not hook or self._specs.setdefault(turn.spec.index, turn.spec) is not turn.spec:
+            self.drop()
+            self._hook, self._specs[turn.spec.index] = hook, turn.spec
+        name, address = (turn.spec.index, key, turn.rank, turn.world_size, turn.divisor, turn.weight), grad.data_ptr()
+        bucket = self._buckets.get(name)
+        if bucket is None or bucket.address != address or bucket.state is not state:
+            self._buckets[name] = _Bucket(address, state, 0) if bucket is None else bucket.changed(address, state)
+            before = _on_host(state)
+            value = _eager(start, submit)
+            if _on_host(state) != before:
+                self._refuse(hook, turn, "it puts new tensors or numbers into its state")
+            return value
+        if not bucket.segments:
+            if bucket.wasted >= 3 or torch.cuda.get_allocator_backend() != "native":  # others have no pools for graphs
+                return _eager(start, submit)
+            try:
+                if self._first is None:
+                    self._first = torch.cuda.CUDAGraph()
+                    _begin(self._first, None)
+                    _end(self._first)
+                bucket.segments = _capture(start(), grad, self._first.pool())
+            except Exception as error:
+                self._refuse(hook, turn, str(error).partition("\n")[0])
+                return _eager(start, submit)
+        bucket.replays += 1
+        for graph, op in bucket.segments:
+            graph.replay()
+            if op is not None:
+                submit(op).wait()
+        return grad
+
+    def drop(self) -> None:
+        """Free all graphs and their memory."""
+        self._specs.clear()
+        self._buckets.clear()
+        self._hook = self._first = None
+
+    def _refuse(self, hook: CommHook, turn: Turn, why: str) -> None:
+        self.drop()
+        self._refused = hook
+        warnings.warn(
+            f"capturing {hook!r} on {turn.spec} as CUDA graphs failed: {why}. It runs eagerly from now on, which costs host time. "
+            "A captured reduction must not read tensors on the host, as item() and nonzero() do, and must change its state in "
+            "place. Change it, or use capture(hook, enabled=False).",
+            stacklevel=2,
+        )
+
+
+def _eager(start: Callable[[], Reduction], submit: Submit) -> Tensor:
+    return pump(start(), lambda op: submit(op).wait()).value
+
+
+def _capture(reduction: Reduction, grad: Tensor, pool: Any) -> list[tuple[torch.cuda.CUDAGraph, Collective | None]]:
+    """The segments of a reduction, each with the collective that follows; after the last, the value is in `grad`."""
+    segments: list[tuple[torch.cuda.CUDAGraph, Collective | None]] = []
+    while not segments or segments[-1][1] is not None:
+        graph = torch.cuda.CUDAGraph()
+        _begin(graph, pool)
+        try:
+            step = advance(reduction)
+            if isinstance(step, Reduced) and step.value.data_ptr() != grad.data_ptr():
+                grad.copy_(step.value.view(-1))
+        except BaseException:
+            reduction.close()
+            _abandon(graph, grad.get_device(), pool)
+            raise
+        _end(graph)
+        segments.append((graph, None if isinstance(step, Reduced) else _by_address(step)))
+    return segments
+
+
+def _begin(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    # Not "global": other threads, such as NCCL's watchdog, may call what a capture forbids.
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+
+
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # as between two collectives in a row
+        graph.capture_end()
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, device: int, pool: Any) -> None:
+    """End a capture that failed. torch leaves the allocator in it if CUDA has invalidated the capture."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with contextlib.suppress(AttributeError, RuntimeError):
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
+
+
+def _by_address(op: Collective) -> Collective:
+    made: dict[int, Tensor] = {}  # the inputs of an all-reduce are its outputs
+    inputs, outputs = (tuple(made.setdefault(id(t), _alias(t)) for t in tensors) for tensors in (op.inputs, op.outputs))
+    return replace(op, inputs=inputs, outputs=outputs)
+
+
+class _Memory:
+    """The memory of a contiguous tensor, in the form in which CUDA libraries exchange it: it is not kept alive."""
+
+    def __init__(self, t: Tensor) -> None:
+        what = {"shape": (t.nbytes,), "typestr": "|u1", "data": (t.data_ptr(), False), "version": 2}
+        self.__cuda_array_interface__ = what
+
+
+def _alias(t: Tensor) -> Tensor:
+    if not t.is_contiguous() or not t.nbytes:
+        return t
+    return torch.as_tensor(_Memory(t), device=t.device).view(t.dtype).view(t.shape)
+
+
+def _on_host(state: Any, depth: int = 4) -> list[Any]:
+    """What a state holds on the host: addresses of tensors, and numbers. A captured reduction must not change it."""
+    if isinstance(state, Tensor):
+        return [state.data_ptr()]
+    if isinstance(state, int | float | str):
+        return [state]
+    if isinstance(state, Mapping):
+        parts: Any = state.values()
+    elif isinstance(state, list | tuple):
+        parts = state
+    else:
+        parts = getattr(state, "__dict__", {}).values()
+    return [found for part in parts for found in _on_host(part, depth - 1)] if depth else []

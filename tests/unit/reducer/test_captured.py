@@ -1,0 +1,165 @@
+"""Captured reductions with recorded torch operations in place of CUDA graphs; those are in tests/gpu."""
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradwire import hooks
+from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.collectives.reference import perform
+from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, capture
+from gradwire.reducer.hook import cuda_graphs
+from gradwire.reducer.hook.cuda_graphs import CapturedReductions
+from gradwire.reducer.hook.driver import Finished
+from gradwire.runtime import jit
+
+
+class RecordedGraph(TorchDispatchMode):
+    """A CUDA graph on the CPU: a capture computes nothing that stays, a replay computes everything, on the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema, kwargs, out = func._schema, kwargs or {}, None
+        if func.is_view:
+            return func(*args, **kwargs)
+        if schema.name == "aten::_local_scalar_dense":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        if not schema.is_mutable:
+            out = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, out))
+        written = [
+            kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(schema.arguments) if a.is_write
+        ]
+        return out if out is not None else written[0] if schema.returns else None
+
+    def capture_begin(self, **settings: Any) -> None:
+        self.__enter__()
+
+    def capture_end(self) -> None:
+        self.__exit__(None, None, None)
+
+    def pool(self) -> tuple[int, int]:
+        return 1, 0
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.calls:
+            found = func(*args, **kwargs)
+            if out is not None:
+                for to, result in zip(*((x if isinstance(x, tuple) else (x,)) for x in (out, found)), strict=True):
+                    to.copy_(result)
+
+
+@pytest.fixture(autouse=True)
+def _no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(cuda_graphs, "_alias", lambda t: t)
+    monkeypatch.setattr(jit.Loop, "compiled", lambda self: None)  # loops over numpy arrays are not torch operations
+
+
+def _spec(*names: str) -> BucketSpec:
+    shapes = tuple({"a": (40, 30), "b": (50,)}[name] for name in names)
+    strides = tuple((30, 1) if len(shape) == 2 else (1,) for shape in shapes)
+    return BucketSpec(0, names, shapes, strides, torch.float32, torch.device("cpu"))
+
+
+class Line:
+    """A hook on one bucket of a world of one, captured if it can be."""
+
+    def __init__(self, hook: CommHook) -> None:
+        self.hook, self.spec, self.reductions = hook, _spec("a", "b"), CapturedReductions()
+        self.state, self.buffer = hook.init(self.spec), torch.empty(1250)
+
+    def step(self, number: int, *, divisor: int | None = None, fails: bool = False) -> Tensor:
+        self.buffer.copy_(torch.randn(1250, generator=torch.Generator().manual_seed(number)))
+        turn = Turn(self.spec, 0, 1, number, donated=True, divisor=divisor)
+
+        def submit(op: Any) -> Finished:
+            if fails:
+                raise ConnectionError("cable")
+            perform([op])
+            return Finished(self.buffer)
+
+        start = functools.partial(self.hook.reduce, self.buffer, self.state, turn)
+        return self.reductions.run(start, self.hook, self.buffer, self.state, turn, submit).clone()
+
+    def reload(self, spec: BucketSpec) -> None:
+        self.state, self.spec = self.hook.load(self.hook.save(self.state, self.spec), spec), spec
+
+    @property
+    def graphs(self) -> int:
+        return sum(bool(bucket.segments) for bucket in self.reductions._buckets.values())
+
+
+_FED = hooks.error_feedback()
+HOOKS = {
+    "8 bits": hooks.chain(_FED, hooks.quantize()),
+    "mixed bits": hooks.chain(_FED, hooks.quantize({"a": 1, "*.weight": 1, "*": 4})),
+    "sign": hooks.chain(_FED, hooks.sign()),
+    "majority": hooks.sign("majority"),
+    "power_sgd": hooks.chain(_FED, hooks.power_sgd(rank=2)),
+    "demo": hooks.decoupled_momentum(chunk=8, k=3),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_the_same_bits_as_eagerly(name: str) -> None:
+    """Also with another divisor, a failed collective, another state and other buckets."""
+    ours, eager = Line(HOOKS[name]), Line(capture(HOOKS[name], enabled=False))
+    for number in range(20):
+        for line in (ours, eager):
+            if number == 9:
+                with pytest.raises(ConnectionError):
+                    line.step(100, fails=True)
+            if number in (12, 16):
+                assert bool(line.graphs) == (line is ours)
+                line.reload(line.spec if number == 12 else _spec("b", "a"))
+        divisor = 2 if number in (5, 7) else None
+        assert torch.equal(ours.step(number, divisor=divisor), eager.step(number, divisor=divisor)), number
+    assert ours.graphs
+
+
+class Own(CommHook):
+    """A user's hook. `does`: what a captured one must not do."""
+
+    def __init__(self, does: str = "") -> None:
+        self.does = does
+
+    def init(self, spec: BucketSpec) -> dict[str, Any]:
+        return {"last": torch.zeros(spec.numel, device=spec.device), "steps": 0}
+
+    def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
+        value = grad + state["last"]
+        if self.does == "read" and float(value.sum()) == 1:
+            value = -value
+        state["steps"] += self.does == "count"
+        if self.does == "rebind":
+            state["last"] = value / 2
+        else:
+            torch.div(value, 2, out=state["last"])
+        yield all_reduce(value, op=ReduceOp.AVG)
+        return Reduced(value, grad)
+
+
+@pytest.mark.parametrize("does", ["", "read", "count", "rebind"])
+def test_a_hook_of_ones_own_is_refused_by_name(does: str) -> None:
+    ours, eager = Line(capture(Own(does))), Line(Own())
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        for number in range(5):
+            assert torch.equal(ours.step(number), eager.step(number))
+    assert bool(ours.graphs) == (not does)
+    assert not eager.graphs
+    assert len(raised) == bool(does)
+    for message in (str(one.message) for one in raised):
+        assert message.startswith(f"capturing capture(Own(does='{does}'), enabled=True) on bucket 0")
+        assert ("not permitted when stream is capturing" if does == "read" else "into its state") in message
