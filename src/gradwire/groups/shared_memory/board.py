@@ -35,7 +35,7 @@ CHUNK, SMALLEST_CHUNK = 1 << 20, 32 << 10
 BUFFERS = 3
 """Staging buffers per rank: see Note [Three buffers] in all_reduce.py."""
 WINDOW = 4
-"""Chunks of which an exchange stages so many at a time, and has room for twice as many: see Note [Two windows] in programs.py."""
+"""Chunks that an exchange of many ranks stages at a time: see Note [Two windows] in programs.py."""
 DIGEST = 16
 """Bytes of a digest of what a collective is."""
 CACHED = 4096
@@ -99,8 +99,8 @@ class SegmentPlan:
         self.message_slots = _pages(self.tables + 2 * size * self.table_stride)
         self.staging = _pages(self.message_slots + size * size * SLOTS * SLOT)
         self.slot = max(SMALL, chunk // 4)  # what an exchange moves together with its announcement
-        self.window = WINDOW * chunk
-        self.staging_stride = 2 * self.slot + 2 * self.window
+        self.window = min(WINDOW, max(1, size // 2)) * chunk
+        self.staging_stride = 2 * self.slot + max(2 * self.window, BUFFERS * chunk)
         self.heaps = _pages(self.staging + size * self.staging_stride)
         self.heap_stride = max(0, (nbytes - self.heaps) // size // PAGE * PAGE)
 

@@ -10,7 +10,8 @@ chooses for itself and writes into its table:
 
 Note [Two windows]
 A rank stages window k + 1 where window k - 1 was. It has seen every rank signal window k, which each did after pulling k - 1.
-Each window costs every rank a wake-up where ranks outnumber cores; so windows are as large as memory allows.
+While it stages one, the others pull the one before, so windows of two ranks are small. The more ranks there are, the more wake-ups
+a window costs, and the larger it is.
 
 This module picks the program and has the exchanges; `all_reduce.py` has the announcement and the all-reduce.
 """
