@@ -12,11 +12,17 @@ from gradwire.hooks import BucketSpec, CommHook, Turn, capture
 from gradwire.hooks.combinators import feedback
 from gradwire.hooks.numerics.elementwise import drop_nonfinite_
 from gradwire.parallel import DistributedDataParallel
+from gradwire.reducer.hook.cuda_graphs import CapturedReductions
 from gradwire.reducer.hook.driver import Driver
 from tests.unit.reducer.test_captured import HOOKS as ON_CPU
 from tests.unit.reducer.test_captured import Own
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CapturedReductions, "enabled", True)
 
 
 HOOKS = ON_CPU | {

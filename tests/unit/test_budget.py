@@ -19,7 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 CODE_LINES = 31_500
 PHYSICAL_LINES = 45_600
 SHARE_OF_TEXT = 0.28
-TEST_LINES = 48_000
+TEST_LINES = 48_400
 
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,

@@ -9,5 +9,5 @@ from gradwire.parallel.replica import Replica
 from gradwire.parallel.replicate import replicate
 from gradwire.reducer.hook.cuda_graphs import CapturedReductions
 
-CapturedReductions.enabled = os.environ.get("GRADWIRE_CAPTURE") != "0"
+CapturedReductions.enabled = os.environ.get("GRADWIRE_CAPTURE") == "1"
 __all__ = ["DistributedDataParallel", "DivergenceCheck", "Replica", "broadcast_coalesced", "replicate"]

@@ -59,6 +59,7 @@ class RecordedGraph(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def _no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CapturedReductions, "enabled", True)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")

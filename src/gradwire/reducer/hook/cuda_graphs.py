@@ -57,8 +57,8 @@ class _Bucket:
 class CapturedReductions:
     """Runs the reductions of one hook on one model, captured where possible. See Note [Captured reductions]."""
 
-    enabled = True
-    """For all models: False if the environment says so."""
+    enabled = False
+    """For all models: True if the environment says so."""
 
     def __init__(self) -> None:
         self._hook: CommHook | None = None
