@@ -61,6 +61,13 @@ Steps = Generator[int, None, None]
 Slots = tuple[bytes, list[np.ndarray[Any, Any]], int]
 
 
+def written(*outputs: Tensor) -> None:
+    """Let autograd know that their memory was written, past torch: what it has saved of them is no longer valid."""
+    for t in outputs:
+        if not t.is_inference():
+            torch.autograd.graph.increment_version(t)
+
+
 class AllReduce:
     """The programs of one rank of one group that are all-reduces, and what all programs begin with: the announcement."""
 
@@ -148,6 +155,7 @@ class AllReduce:
         yield self.announce(digest, [(offset, nbytes)], hold=offset >= 0)
         yield from self.check(whole, digest)
         yield from self._large(t, Fold.of(reduce_op, t.dtype))
+        written(t)
 
     # -- the fast path: see Note [Plain sums] ---------------------------------------------------------------------------
 
@@ -182,6 +190,7 @@ class AllReduce:
                 if op.reduce_op is _AVG:
                     divide(total, self.size, call)
                 ctypes.memmove(t.data_ptr(), address, nbytes)
+                written(t)
         finally:
             board.turn = turn + 1
 

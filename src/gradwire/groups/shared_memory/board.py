@@ -78,10 +78,14 @@ def _pages(nbytes: int) -> int:
 
 
 class SegmentPlan:
-    """Where everything lies in a segment of `nbytes` for `size` ranks, whose staging buffers have `chunk` bytes each."""
+    """Where everything lies in a segment of `nbytes` for `size` ranks, whose staging buffers have `chunk` bytes each.
 
-    def __init__(self, size: int, nbytes: int, chunk: int = CHUNK) -> None:
+    `wide`: there is memory for more bytes at a time in exchanges.
+    """
+
+    def __init__(self, size: int, nbytes: int, chunk: int = CHUNK, *, wide: bool = True) -> None:
         self.size = size
+        self.wide = wide
         self.nbytes = nbytes
         self.chunk = chunk
         # Four rows of one u64 per rank, side by side, so that one call reads a row.
@@ -98,19 +102,21 @@ class SegmentPlan:
         # For each pair of sender and receiver; those from rank 0 come first.
         self.message_slots = _pages(self.tables + 2 * size * self.table_stride)
         self.staging = _pages(self.message_slots + size * size * SLOTS * SLOT)
-        self.slot = max(SMALL, chunk // 4)  # what an exchange moves together with its announcement
-        self.window = min(WINDOW, max(1, size // 2)) * chunk
+        self.slot = max(SMALL, chunk // 4) if wide else SMALL  # what an exchange moves together with its announcement
+        self.window = min(WINDOW, max(1, size // 2)) * chunk if wide else chunk
         self.staging_stride = 2 * self.slot + max(2 * self.window, BUFFERS * chunk)
         self.heaps = _pages(self.staging + size * self.staging_stride)
         self.heap_stride = max(0, (nbytes - self.heaps) // size // PAGE * PAGE)
 
     @classmethod
-    def fitting(cls, size: int, free: int) -> SegmentPlan:
+    def fitting(cls, size: int, nbytes: int, free: int) -> SegmentPlan:
         """The one with the largest staging buffers of which all ranks' take up at most half of `free` bytes."""
         smallest, chunk = max(SMALLEST_CHUNK, 1 << (64 * size - 1).bit_length()), CHUNK
-        while chunk > smallest and cls(size, 0, chunk).heaps > free // 2:
+        if (plan := cls(size, nbytes, chunk)).heaps <= min(free, nbytes) // 2:
+            return plan
+        while chunk > smallest and cls(size, 0, chunk, wide=False).heaps > free // 2:
             chunk //= 2
-        return cls(size, 0, chunk)
+        return cls(size, nbytes, chunk, wide=False)
 
     def small(self, rank: int, turn: int) -> int:
         """The small slot that `rank` uses in collective number `turn`."""

@@ -122,7 +122,7 @@ class SharedMemoryEngine:
             self.wake()
         return True
 
-    def run_now(self, op: Collective, begin: Callable[[], Work]) -> Work | bool:
+    def sum_now(self, op: Collective, begin: Callable[[], Work]) -> Work | bool:
         """The shortest way: see Note [Plain sums] in all_reduce.py. False if it is not for `op`, or something else is under way.
 
         True when it is done; a Work, from `begin`, if the others did not arrive at once: then it was driven like any operation.
@@ -132,7 +132,7 @@ class SharedMemoryEngine:
         steps: Steps | None = None
         try:
             # Only the driving thread may check: an operation that is being taken up is neither in the queue nor current.
-            steps = None if self._busy() else self.programs.plain(op)
+            steps = None if self._busy() else self.programs.plain_sum(op)
             if steps is None:
                 return False
             for target in steps:
@@ -171,8 +171,9 @@ class SharedMemoryEngine:
         if not patience.sleeps_early():
             return False
         self.board.wait_queue.sleep(lambda: min(signals.tolist()) >= target, self.board.fence, _NAP)
-        self.board.fence()
-        return min(signals.tolist()) >= target
+        arrived = min(signals.tolist()) >= target
+        self.board.fence()  # after the counter, and before the bytes
+        return arrived
 
     def _busy(self) -> bool:
         return bool(self._current is not None or self._queue or self._messages or self._new_p2p)

@@ -74,7 +74,7 @@ class SharedMemoryGroup(Group):
         self._store = store
         self._options: dict[str, Any] = {"directory": directory, "room": room, "waiting": waiting}
         room = max(ROOM, size * ROOM_PER_RANK) if room is None else room
-        least = SegmentPlan(size, 0).heaps + size * _SMALLEST_HEAP
+        least = SegmentPlan(size, 0, wide=False).heaps + size * _SMALLEST_HEAP
         if not isinstance(room, int) or not least <= room <= sys.maxsize:
             raise UsageError(
                 f"{self}: room={room!r} is not enough, or too much. Omit it or pass {least} bytes or more."
@@ -117,10 +117,11 @@ class SharedMemoryGroup(Group):
     def submit_and_wait(self, op: Collective) -> Work:
         """Carry it out in this thread, unless another one is driving the group."""
         engine, ledger = self._engine, self.ledger
+        # A plain sum can be wrong for this group in its scope and its memory only; nothing may be signaled before that is checked.
         watched = ledger.events or ledger.hooks or profiler_enabled()
         if self.size > 1 and op.scope is _WORLD and not watched:
             self.check_usable(op)
-            op.check(self.rank, self.size)  # before anything is signaled
+            _check_memory(op)
             started = time.perf_counter()
 
             def begin() -> Work:
@@ -128,7 +129,7 @@ class SharedMemoryGroup(Group):
                 ledger.waited(work)
                 return work
 
-            done = engine.run_now(op, begin)
+            done = engine.sum_now(op, begin)
             if done is True:
                 return Work.over(op, ledger, started=started, timeout=self.timeout)
             if isinstance(done, Work):
@@ -143,6 +144,7 @@ class SharedMemoryGroup(Group):
         return work
 
     def _put(self, op: Collective) -> Work:
+        _check_memory(op)
         if any(t.is_cuda for t in op.tensors):
             torch.cuda.current_stream(op.device).synchronize()
         work = self.begin(op)
@@ -241,16 +243,15 @@ def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room
     if group.rank == 0:
         segment, ticket = Segment.create(ranks=size, nbytes=room, directory=directory, host=here)
         try:
-            chunk = SegmentPlan.fitting(size, segment.free).chunk
-            plan = SegmentPlan(size, segment.nbytes, chunk)
+            plan = SegmentPlan.fitting(size, segment.nbytes, segment.free)
             segment.reserve(0, plan.heaps, what="board and staging buffers")
-            rendezvous.store.set(key, json.dumps({**asdict(ticket), "chunk": chunk}))
+            rendezvous.store.set(key, json.dumps({**asdict(ticket), "chunk": plan.chunk, "wide": plan.wide}))
         except BaseException:
             segment.close()
             raise
     else:
         announced = json.loads(rendezvous.receive(key, source=0))
-        chunk = announced.pop("chunk")
+        chunk, wide = announced.pop("chunk"), announced.pop("wide")
         ticket = Ticket(**announced)
         if ticket.host != here:
             raise GroupError(
@@ -267,6 +268,16 @@ def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room
             rendezvous.all_processes()
             rendezvous.check()  # rank 0 may have ended: then that is what to raise
             raise
-        plan = SegmentPlan(size, segment.nbytes, chunk)
+        plan = SegmentPlan(size, segment.nbytes, chunk, wide=wide)
     group.ledger.identify(derived_id(ticket.token))
     return segment, plan
+
+
+def _check_memory(op: Collective) -> None:
+    """Raise if a tensor has no memory that could be copied: to try would end the process."""
+    for t in op.inputs if op.outputs is op.inputs else op.inputs + op.outputs:
+        if t.layout is torch.strided and not t.data_ptr() and t.numel():
+            raise UsageError(
+                f"{op}: a tensor of type {type(t).__name__} has no memory of its own. Its storage was freed, or it wraps other "
+                "tensors: pass those."
+            )

@@ -32,7 +32,7 @@ from gradwire.collectives.aliasing import apart, is_native
 from gradwire.collectives.lower import flat, lower
 from gradwire.collectives.reference import store, writes
 from gradwire.errors import CollectiveMismatch, GroupError, InternalError
-from gradwire.groups.shared_memory.all_reduce import AllReduce, Steps
+from gradwire.groups.shared_memory.all_reduce import AllReduce, Steps, written
 from gradwire.groups.shared_memory.fold import Fold, Piece
 
 _NATIVE = frozenset({
@@ -58,22 +58,12 @@ class Programs(AllReduce):
         if op.device.type != "cpu":
             yield from self._on_host(op)
             return
-        plain = self.plain(op)
+        plain = self.plain_sum(op)
         if plain is not None:
             yield from plain
             return
         digest = self.digest(op)
         yield from writes(op.outputs, self._by_parts(apart(op, self.rank), digest))
-
-    def plain(self, op: Collective) -> Steps | None:
-        """The program of a plain sum, or of an exchange that is carried out as it is; None if `op` is neither."""
-        if op.kind is OpKind.ALL_REDUCE:
-            return self.plain_sum(op)
-        if not op.is_on_host or not takes(op) or apart(op, self.rank) is not op:
-            return None
-        if any(t.is_inference() for t in op.outputs):  # `writes` sees to them
-            return None
-        return self.counted(self._exchange(op, op, self.digest(op)))
 
     def _by_parts(self, op: Collective, digest: bytes) -> Steps:
         try:
@@ -113,6 +103,8 @@ class Programs(AllReduce):
         if op is whole and op.kind in _UNIFORM and (nbytes := op.inputs[0].nbytes) <= plan.slot:
             at = rank * nbytes // self.size if several else 0
             pull(op, places, own, (0, nbytes * self.size), [plan.small(r, board.turn) + at for r in range(self.size)])
+            if places:
+                written(*op.outputs)
             return
         tables = [board.read_table(r, board.turn) for r in range(self.size)]
         wrong = {r: tables[r].length for r, (_, nbytes) in places.items() if tables[r].length != nbytes}
@@ -132,6 +124,8 @@ class Programs(AllReduce):
         longest = max((nbytes for _, nbytes in places.values()), default=0)
         if low < longest and not wrong:  # what did not have to be staged
             pull(op, places, own, (low, longest), [table.offset + low for table in tables])
+        if places and not wrong:
+            written(*op.outputs)
         if any(table.hold for table in tables):
             yield board.signal()
         if wrong:

@@ -109,12 +109,12 @@ class Patience:
         """Give up the core, and the interpreter lock, for a moment."""
         began = time.perf_counter()
         os.sched_yield()
-        if time.perf_counter() - began > _STALL:
+        if time.perf_counter() - began > _STALL and not self.crowded:  # else another rank had it
             self.contested = _CONTESTED
 
     def sleeps_early(self) -> bool:
         """Whether a sleep is due after a few checks; counted."""
-        early = self.crowded or self.contested > 0
+        early = self.contested > 0
         self.contested = max(0, self.contested - 1)
         return early
 

@@ -53,14 +53,17 @@ def small_tmpfs(tmp_path: Path) -> Iterator[str]:
 
 
 def test_staging_takes_half_of_what_there_is() -> None:
-    assert SegmentPlan.fitting(2, 1 << 40).chunk == CHUNK
-    assert SegmentPlan.fitting(8, 160 * MIB).chunk == CHUNK
-    for ranks in (8, 16, 22, 64):
-        plan = SegmentPlan.fitting(ranks, 64 * MIB)
+    assert SegmentPlan.fitting(2, 1 << 40, 1 << 40).wide
+    for free, room, wide in ((1 << 40, 1 << 40, True), (64 * MIB, 1 << 40, False), (1 << 40, 64 * MIB, False)):
+        plan = SegmentPlan.fitting(8, room, free)
+        assert (plan.chunk, plan.wide) == (CHUNK, wide)
+        assert plan.heaps <= min(free, room) // 2
+    for ranks in (16, 22, 64):
+        plan = SegmentPlan.fitting(ranks, 1 << 40, 64 * MIB)
         assert SMALLEST_CHUNK <= plan.chunk < CHUNK
         assert plan.heaps <= 32 * MIB
-    assert SegmentPlan.fitting(2, 0).chunk == SMALLEST_CHUNK
-    assert SegmentPlan.fitting(1000, 0).chunk // 1000 >= 64  # a part of every rank fits into a buffer
+    assert SegmentPlan.fitting(2, 1 << 40, 0).chunk == SMALLEST_CHUNK
+    assert SegmentPlan.fitting(1000, 1 << 40, 0).chunk // 1000 >= 64  # a part of every rank fits into a buffer
 
 
 def test_a_model_of_300_million_parameters_fits_at_64_ranks() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradwire.collectives import ReduceOp, build
-from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.shared_memory import board, sync
 from gradwire.groups.shared_memory.board import LEFT
 from gradwire.groups.shared_memory.engine import _Current
@@ -437,7 +437,7 @@ def test_the_shortest_way_is_not_taken_past_an_operation_that_is_being_taken_up(
 
     driving, engine._driving = engine._driving, Lock()  # type: ignore[assignment]
     try:
-        assert engine.run_now(build.all_reduce(torch.ones(1)), lambda: pytest.fail("begun")) is False
+        assert engine.sum_now(build.all_reduce(torch.ones(1)), lambda: pytest.fail("begun")) is False
     finally:
         engine._driving = driving
     assert groups[0]._board.signaled == 1
@@ -464,10 +464,10 @@ def test_only_the_rank_that_completes_a_signal_wakes_the_others(world: Any, ever
 def test_a_rank_whose_core_others_use_sleeps_instead_of_giving_it_up(
     world: Any, everywhere: Any, monkeypatch: pytest.MonkeyPatch, stall: float, fewest: int, most: int
 ) -> None:
-    """Crowded ranks give up their core a number of times before they sleep, unless it was once slow to come back."""
+    """A rank gives up its core a number of times before it sleeps, unless it was once slow to come back."""
     groups = world(2)
     patience, sleep, slept, yields = groups[0]._engine.patience, groups[0]._board.wait_queue.sleep, [], []
-    patience.crowded, patience.spins = True, 40
+    patience.crowded, patience.spins, patience.yields = False, 1, 45
     monkeypatch.setattr(sync, "_STALL", stall)
     monkeypatch.setattr(sync.os, "sched_yield", lambda: yields.append(1))
     monkeypatch.setattr(groups[0]._board.wait_queue, "sleep", lambda *args: (slept.append(1), sleep(*args)))
@@ -482,6 +482,36 @@ def test_a_rank_whose_core_others_use_sleeps_instead_of_giving_it_up(
     assert everywhere(groups, use) == [None, None]
     assert fewest <= len(yields) <= most
     assert patience.contested == (0 if stall > 0 else sync._CONTESTED - len(slept))
+
+
+def test_what_is_written_is_no_longer_what_autograd_saved(world: Any, everywhere: Any) -> None:
+    def use(group: Any) -> list[int]:
+        small, large, part = torch.ones(8), torch.ones(LARGE), torch.ones(4)
+        group.all_reduce(small)
+        group.all_reduce(large)
+        group.broadcast(part, 0)
+        group.all_gather_into_tensor(small, part)
+        return [small._version, large._version, part._version]
+
+    for rank, (small, large, part) in enumerate(everywhere(world(2), use)):
+        assert small >= 2
+        assert large >= 1
+        assert bool(part) == (rank == 1)  # the root's is only read
+
+
+def test_a_tensor_without_memory_is_refused(world: Any, everywhere: Any) -> None:
+    groups = world(2)
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    for op in (
+        build.all_reduce(freed),
+        build.broadcast(freed, src=0),
+        build.all_gather_into_tensor(torch.ones(16), freed),
+    ):
+        for run in (groups[0].submit, groups[0].run):
+            with pytest.raises(UsageError, match=r"a tensor of type Tensor has no memory of its own"):
+                run(op)
+    works(groups, everywhere)
 
 
 def test_a_callback_that_submits(world: Any, everywhere: Any) -> None:

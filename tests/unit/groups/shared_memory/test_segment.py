@@ -170,7 +170,7 @@ def test_a_file_that_may_not_be_so_large(either_way: str, monkeypatch: pytest.Mo
 
 
 def test_room_that_is_not_enough(world: Any) -> None:
-    least = SegmentPlan(2, 0).heaps + 2 * (1 << 20)
+    least = SegmentPlan(2, 0, wide=False).heaps + 2 * (1 << 20)
     for wrong in (least - 1, "2G", 1e10, 1 << 70):
         with pytest.raises(UsageError, match=re.escape(f"room={wrong!r} is not enough, or too much")) as caught:
             SharedMemoryGroup(HashStore(), 0, 2, room=wrong)
