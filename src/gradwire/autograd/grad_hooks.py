@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -32,6 +32,7 @@ from gradwire.runtime.threads import weakly
 _dtype = attrgetter("dtype")
 _OWN_HOOK = "gradwire_accumulated"
 _TABLES = "gradwire hook tables"
+_UNKNOWN: Any = (), ()
 
 
 class GradHooks:
@@ -60,17 +61,19 @@ class GradHooks:
         self._arrived: list[int] = []
         self._selected = bytearray(len(self._parameters))
         self._handles: list[Any] = []
-        self._nodes: list[Any] = []
+        self.accumulators: dict[Any, int] = {}
+        """Those that have hooks, each with the index of its parameter."""
+        self._tables: dict[Any, Any] = {}
         self.attach()
 
     def attach(self) -> None:
         """Put hooks on the accumulators that parameters have now, in place of those on earlier ones; all of them call."""
         self.remove()
         # A parameter knows its accumulator only weakly: who holds it keeps the hook on it alive.
-        self._nodes = [_accumulator(p) for p in self._parameters]
+        self.accumulators = {_accumulator(p): i for i, p in enumerate(self._parameters)}
         self._handles = [
             node.register_hook(_make_hook(i, self._arrived, self._selected, *self._on_arrival))
-            for i, node in enumerate(self._nodes)
+            for node, i in self.accumulators.items()
         ]
         self._dtypes = list(map(_dtype, self._parameters))
         self._devices = list(map(Tensor.get_device, self._parameters))
@@ -103,10 +106,23 @@ class GradHooks:
     def waiting(self) -> frozenset[int]:
         return frozenset(self._arrived[:])
 
+    def hooked_by_others(self, accumulators: Mapping[int, Any]) -> set[int]:
+        """Those of these parameters that have hooks of others, on themselves or on these accumulators of theirs."""
+        self._tables = self._tables or {node: _tables(node) for node in self.accumulators}
+        found = set()
+        for i, node in accumulators.items():
+            parameter, (before, after) = self._parameters[i], self._tables.get(node, _UNKNOWN)
+            sole = (
+                not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks or before) and len(after) == 1
+            )
+            if not sole and has_foreign_hooks(parameter, node):
+                found.add(i)
+        return found
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._nodes = [], []
+        self._handles, self.accumulators, self._tables = [], {}, {}
         self._arrived.clear()
 
 
@@ -155,8 +171,10 @@ def on_backward(output: Any, begun: Callable[[], object]) -> bool:
 
 def has_foreign_hooks(parameter: Tensor, accumulator: Any) -> bool:
     """Whether anyone but gradwire has a hook on `parameter` or its `accumulator`."""
-    tables = parameter._backward_hooks, parameter._post_accumulate_grad_hooks, *_tables(accumulator)
-    return any(getattr(hook, "__name__", "") != _OWN_HOOK for table in tables if table for hook in table.values())
+    before, after = _tables(accumulator)
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or before:
+        return True
+    return after is not None and [getattr(hook, "__name__", "") for hook in after.values()] != [_OWN_HOOK] * len(after)
 
 
 def _tables(node: Any) -> tuple[dict[int, Any] | None, ...]:

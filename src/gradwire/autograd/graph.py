@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,21 +45,28 @@ def reachable_parameters(outputs: Any, params: Sequence[torch.Tensor]) -> frozen
     return frozenset(found)
 
 
-def sole_edges(outputs: Any, params: Sequence[torch.Tensor]) -> dict[int, Any]:
+def sole_edges(outputs: Any, params: Sequence[torch.Tensor], accumulators: Mapping[Any, int]) -> dict[int, Any]:
     """The indices of those `params` to which exactly one edge of the graph behind `outputs` leads, and their accumulators.
 
-    The gradient on that edge is complete.
+    The gradient on that edge is complete. `accumulators` are those that are known, but a conversion makes new ones.
     """
-    wanted = {id(param): index for index, param in enumerate(params)}
-    accumulators: list[list[Any]] = [[] for _ in params]
-    for _, edges in _nodes(outputs):
-        for edge in edges:
-            index = wanted.get(id(getattr(edge[0], "variable", None)))
-            if index is not None:
-                accumulators[index].append(edge[0])
+    wanted: dict[int, int] = {}
+    found: dict[int, Any] = {}
+    several: set[int] = set()
+    for _, edges in _nodes(outputs, ends=accumulators):
+        for node, _ in edges:
+            if node in accumulators:
+                index = accumulators[node]
+            else:
+                wanted = wanted or {id(param): index for index, param in enumerate(params)}
+                index = wanted.get(id(getattr(node, "variable", None)), -1)
+            if index in found:
+                several.add(index)
+            elif index >= 0:
+                found[index] = node
     # Where backward is called on a parameter, or on its accumulator, it has another gradient from there.
     roots = {id(getattr(leaf, "variable", leaf)) for leaf in _leaves(outputs)}
-    return {i: found[0] for i, found in enumerate(accumulators) if len(found) == 1 and id(params[i]) not in roots}
+    return {i: node for i, node in found.items() if i not in several and id(params[i]) not in roots}
 
 
 def mark_outputs(outputs: Any, owner: object) -> None:
@@ -75,8 +82,11 @@ def reaches_mark(outputs: Any, owner: object) -> bool:
     return any(mark is not None and mark() is owner for mark in marks)
 
 
-def _nodes(outputs: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """The nodes, with their edges, that a backward from these tensors or gradient edges may run, in no particular order."""
+def _nodes(outputs: Any, ends: Container[Any] = ()) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """The nodes, with their edges, that a backward from these tensors or gradient edges may run, in no particular order.
+
+    The walk does not visit `ends`.
+    """
     seen: set[Any] = set()  # of nodes, not of their ids: a node without references is freed, and its id reused
     for value in _leaves(outputs):
         node = value.grad_fn if isinstance(value, torch.Tensor) else value
@@ -89,7 +99,7 @@ def _nodes(outputs: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
         yield node, edges
         for edge in edges:
             successor = edge[0]
-            if successor is not None and successor not in seen:
+            if successor is not None and successor not in seen and successor not in ends:
                 seen.add(successor)
                 stack.append(successor)
 

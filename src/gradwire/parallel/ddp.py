@@ -249,7 +249,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
             if self._join_config.enable:
                 self._uneven.announce_sync(replica.sync)
         replica.divergence.before_forward(self.module, replica.runner, steps=replica.reducer.steps, sync=replica.sync)
-        forward_begins(self.module)
+        forward_begins(self.module, replica.reducer.intake.limits)
         return self._moved(inputs, kwargs)
 
     def _moved(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -126,7 +126,7 @@ class Replica(HookControls):
                 lazy_buckets=policies.buckets.memory is BucketMemory.DURING_BACKWARD,
                 track_unused=self.graph is Graph.FIND_UNUSED,
                 skip_unused=policies.skip_unused,
-                rebuild_limits=None if self.graph is Graph.FIND_UNUSED else policies.buckets.limits,
+                limits=tuple(policies.buckets.limits),
             ),
         )
         self._watch_nonfinite(specs)
@@ -238,7 +238,7 @@ class Replica(HookControls):
             if self.state.buffers is Buffers.EVERY_FORWARD and self.sync_buffers_next:
                 self.state.sync_buffers()
         self.divergence.before_forward(self.module, self.runner, steps=self.reducer.steps, sync=self.sync)
-        forward_begins(self.module)
+        forward_begins(self.module, self.reducer.intake.limits)
 
     def rebuild(self) -> None:
         """Rebuild buckets once the first step has shown the order of gradients; first recover from a step that failed."""

@@ -111,10 +111,9 @@ class Machine:
 
     def computed_early(self, indices: Sequence[int]) -> None:
         """These gradients have been computed, in this order, and will be accumulated later."""
-        for i in indices:
-            if i not in self.computed:
-                self.computed.add(i)
-                self.arrival.append(i)
+        new = [i for i in indices if i not in self.computed]
+        self.computed.update(new)
+        self.arrival += new
 
     def nothing_arrived(self) -> list[Launch]:
         """A backward that reached the model's outputs has ended, and no gradient has arrived: legal if none was expected."""

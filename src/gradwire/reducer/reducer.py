@@ -49,16 +49,16 @@ _RESTING = State.RESTING  # to look up a member of an Enum takes ten times as lo
 class ReducerOptions:
     """How a reducer treats gradients and buckets. The defaults are those of torch's DDP."""
 
+    limits: tuple[int, ...]
+    """Sizes in bytes of the first, second, … bucket; the last one applies to all that follow."""
     keep_views: bool = False
     """Gradients are views of the buckets once their bucket has been launched."""
     lazy_buckets: bool = False
     """Bucket memory is allocated at launch and released at the end of the step."""
     track_unused: bool = False
-    """Ranks exchange in every step which parameters they used."""
+    """Ranks exchange in every step which parameters they used. Else buckets are rebuilt once the order of gradients is known."""
     skip_unused: bool = False
     """Buckets none of whose parameters are used are not reduced."""
-    rebuild_limits: Sequence[int] | None = None
-    """Sizes in bytes of the buckets that are built after the first step, when the order of gradients is known."""
 
 
 class Reducer:
@@ -90,9 +90,11 @@ class Reducer:
         """Called when a backward has ended in which some parameters got no gradient; it may raise."""
         self.machine = Machine(layout.members, [s.name for s in layout.parameters], rank=group.rank)
         self.buckets = BucketBuffers(parameters, layout, keep_views=options.keep_views, lazy=options.lazy_buckets)
-        self.order = BucketOrder(layout.parameters, options.rebuild_limits)
+        self.order = BucketOrder(layout.parameters, None if options.track_unused else options.limits)
         self.used = UsedParameters(len(parameters), track=options.track_unused, device=self.device)
-        self.intake = GradientIntake(self.parameters, self.machine, in_buckets=options.keep_views)
+        self.intake = GradientIntake(
+            self.parameters, self.machine, in_buckets=options.keep_views, limits=options.limits
+        )
         self.reductions = Reductions(group, runner, self.buckets, self.intake, self.events)
         self.iterations = Iterations(self.parameters, group, self.machine, self.events, abandon=self._abandon)
         self._skip_unused = options.skip_unused

@@ -4,8 +4,11 @@ The models are products of matrices only: inductor then has nothing to pass to a
 """
 
 import copy
+import random
 import sys
+import types
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ from gradwire.groups import Group
 from gradwire.hooks import chain, error_feedback, mean, quantize
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
+from gradwire.policies import Buckets
+from gradwire.reducer.buckets.layout import ParameterSpec, by_size
 from gradwire.testing import run_ranks
 from helpers.rank_tests import on_ranks
 
@@ -79,9 +84,9 @@ def in_place(module: nn.Module, build: Callable[[nn.Module], DDP]) -> tuple[DDP,
     return ddp, ddp
 
 
-def blocks(module: Any, build: Callable[[nn.Module], DDP]) -> tuple[DDP, Any]:
+def blocks(module: Any, build: Callable[[nn.Module], DDP], **options: Any) -> tuple[DDP, Any]:
     for block in module.blocks:
-        block.compile(fullgraph=True)
+        block.compile(fullgraph=True, **options)
     ddp = build(module)
     return ddp, ddp
 
@@ -104,9 +109,9 @@ def test_gradients_of_the_uncompiled_model_and_overlap(
     computed: list[Any] = []
     report = _Listener.report
 
-    def noted(self: _Listener, grad: Tensor) -> None:
-        computed.append(self.index)
-        report(self, grad)
+    def noted(self: _Listener, indices: list[int], gradients: list[Tensor]) -> None:
+        computed.extend(indices)
+        report(self, indices, gradients)
 
     monkeypatch.setattr(_Listener, "report", noted)
 
@@ -144,18 +149,16 @@ def test_gradients_of_the_uncompiled_model_and_overlap(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("form", ["dynamic shapes", "a compiled function"])
-def test_reports_with_other_inputs_and_after_graph_breaks(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    reported: list[int] = []
-    report = _Listener.report
-    monkeypatch.setattr(_Listener, "report", lambda self, grad: (reported.append(self.index), report(self, grad)))
-
+@pytest.mark.parametrize("form", ["dynamic shapes", "blocks whose inputs have dynamic shapes", "a compiled function"])
+def test_reports_with_other_inputs_and_after_graph_breaks(reported: list[int], form: str) -> None:
     def rank_main(group: Group) -> None:
         module = Model()
         plain = DDP(copy.deepcopy(module), process_group=group)
         if form == "dynamic shapes":
             ddp = DDP(compiled(module, dynamic=True), process_group=group)
             call: Any = ddp
+        elif form != "a compiled function":
+            ddp, call = blocks(module, lambda module: DDP(module, process_group=group), dynamic=True)
         else:
             ddp = DDP(module, process_group=group)
             call = torch.compile(lambda x: ddp(x))
@@ -165,7 +168,7 @@ def test_reports_with_other_inputs_and_after_graph_breaks(monkeypatch: pytest.Mo
             for model, run in ((plain, plain), (ddp, call)):
                 model.zero_grad()
                 run(x).pow(2).mean().backward()
-            if reported or form == "dynamic shapes" or TORCH >= (2, 12):  # 2.11 may run the model eagerly there
+            if reported or form != "a compiled function" or TORCH >= (2, 12):  # 2.11 may run the model eagerly there
                 assert sorted(reported) == list(range(2 * LAYERS))
             for p, q in zip(ddp.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(p.grad, q.grad, atol=1e-6, rtol=0)
@@ -178,7 +181,7 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The parameters whose gradients compiled code has reported."""
     found: list[int] = []
     report = _Listener.report
-    monkeypatch.setattr(_Listener, "report", lambda self, grad: (found.append(self.index), report(self, grad)))
+    monkeypatch.setattr(_Listener, "report", lambda self, i, grads: (found.extend(i), report(self, i, grads)))
     return found
 
 
@@ -227,18 +230,63 @@ def test_graphs_report_if_there_is_a_listener(monkeypatch: pytest.MonkeyPatch) -
 
     inserted: list[int] = []
     mark = inductor_pass.mark_gradients
-    monkeypatch.setattr(inductor_pass, "mark_gradients", lambda graph: inserted.append(mark(graph)))
+    monkeypatch.setattr(inductor_pass, "mark_gradients", lambda graph, limits: inserted.append(mark(graph, limits)))
     monkeypatch.setattr(inductor_pass, "_VERSION", "not from a cache")
 
     def rank_main(group: Group) -> None:
         inductor_pass.install()
         step_of(compiled(Model()), 0, 0)
         assert inserted == []
-        replica = replicate(Model(), group=group)
-        torch._dynamo.reset()
-        step_of(compiled(Model()), 0, 0)
-        assert max(inserted) == 2 * LAYERS
-        replica.detach()
+        matrix = 4 * WIDTH * WIDTH
+        for limits, ops in (((2**20,), 1), ((matrix, 2 * matrix), 2 * LAYERS), ((8 * matrix, 4 * matrix), LAYERS)):
+            replica = replicate(Model(), group=group, buckets=Buckets(limits=limits))
+            torch._dynamo.reset()
+            inserted.clear()
+            step_of(compiled(Model()), 0, 0)
+            assert max(inserted) == ops
+            replica.detach()
+
+    run_ranks(rank_main, 1)
+
+
+@pytest.mark.parametrize("limits", [(64,), (8, 64), (64, 8), (8, 16, 48)])
+@pytest.mark.parametrize("others", [[], [(4, 1000)], [(1000, 1001)]], ids=["alone", "a smaller first", "larger"])
+def test_an_op_stands_behind_the_last_gradient_of_each_bucket(limits: tuple[int, ...], others: Any) -> None:
+    """Also beside models with other buckets; and no op is more than half a bucket away, wherever buckets begin."""
+    from gradwire.autograd.compiled import inductor_pass
+
+    choose, kinds = random.Random(str(limits)), [torch.float32, torch.bfloat16]
+    for _ in range(20):
+        values = [torch.empty(choose.randint(1, 9), dtype=choose.choice(kinds), device="meta") for _ in range(30)]
+        nodes: Any = [types.SimpleNamespace(meta={"val": value}) for value in values]
+        ends = inductor_pass._ends(nodes, sorted([limits, *others]))
+        specs = [ParameterSpec.of(str(i), value) for i, value in enumerate(values)]
+        buckets = by_size(specs, limits, order=range(len(specs)))
+        for kind in kinds:
+            of_kind = [max(bucket) + 1 for bucket in buckets if values[bucket[0]].dtype == kind]
+            assert {*of_kind[:-1]} <= {*ends}  # the last one may not be full
+        for begin, end in pairwise([0, *ends]):
+            assert sum(value.nbytes for value in values[begin : end - 1]) < limits[-1] / 2
+        assert ends == sorted({*ends})
+        assert ends[-1] == len(values)
+    same = [*nodes, nodes[-1]]
+    assert len(values) in inductor_pass._ends(same, [(2**20,)])  # an op is given a tensor once
+
+
+def test_a_later_model_with_smaller_buckets_has_ops_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although Dynamo has a graph of its class."""
+    report, sizes = _Listener.report, list[int]()
+    monkeypatch.setattr(_Listener, "report", lambda self, i, grads: (sizes.append(len(i)), report(self, i, grads)))
+
+    def rank_main(group: Group) -> None:
+        for matrices in (2 * LAYERS, 2, 2 * LAYERS, 2):
+            cap = matrices * 4 * WIDTH * WIDTH / 2**20
+            ddp = DDP(compiled(Model()), process_group=group, bucket_cap_mb=cap)
+            for step in range(2):
+                sizes.clear()
+                step_of(ddp, 0, step)
+            assert max(sizes) == matrices // 2
+            ddp.replica.detach()
 
     run_ranks(rank_main, 1)
 
@@ -249,9 +297,9 @@ def test_graphs_that_are_replayed_stay_as_they_are(monkeypatch: pytest.MonkeyPat
 
     from gradwire.autograd.compiled import inductor_pass
 
-    monkeypatch.setattr(inductor_pass, "reports", lambda: True)
+    monkeypatch.setattr(inductor_pass, "bucket_limits", lambda: [(1,)])
     marked: list[Any] = []
-    monkeypatch.setattr(inductor_pass, "mark_gradients", marked.append)
+    monkeypatch.setattr(inductor_pass, "mark_gradients", lambda graph, limits: marked.append(graph))
     with config.patch({"triton.cudagraphs": mode == "reduce-overhead"}):
         inductor_pass.ReadyPass()(torch.fx.Graph())
     assert len(marked) == (mode == "default")
@@ -267,13 +315,13 @@ def test_what_was_compiled_with_the_pass_is_kept_whenever_inductor_is_imported(m
     monkeypatch.delitem(sys.modules, compiler, raising=False)
     model = Model()
     for _ in range(3):
-        install.forward_begins(model)
+        install.forward_begins(model, (1,))
     assert len(calls) == 1
     before = len(forgotten)
     assert before > 0
     monkeypatch.setitem(sys.modules, compiler, object())
     for _ in range(3):
-        install.forward_begins(model)
+        install.forward_begins(model, (1,))
     assert len(calls) == 4  # a thread may have set a pass of its own in the meantime
     assert len(forgotten) == before
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradwire.autograd import attach
 from gradwire.autograd.compiled import install
-from gradwire.autograd.compiled.op import on_compiled_gradients
+from gradwire.autograd.compiled.op import bucket_limits, on_compiled_gradients
 from gradwire.errors import ReadyTwice
 from gradwire.events import BucketLaunched
 from gradwire.groups import Group
@@ -29,9 +30,10 @@ WIDTH, LAYERS = 8, 6
 
 
 class _Graph(torch.autograd.Function):
-    """`x @ w` for each weight in turn, as one node: its backward computes the gradients one by one and reports each."""
+    """`x @ w` for each weight in turn, as one node: its backward computes the gradients one by one and reports some `together`."""
 
     log: ClassVar[list[Any]] = []
+    together: ClassVar[int] = 1
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: int, *weights: Tensor) -> Tensor:
@@ -46,13 +48,16 @@ class _Graph(torch.autograd.Function):
         count = len(ctx.saved_tensors) // 2
         weights, inputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         results: list[Tensor | None] = [None] * (count + 2)
+        positions: list[int] = []
         for i in reversed(range(count)):
-            result = results[i + 2] = inputs[i].T @ grad
+            results[i + 2] = inputs[i].T @ grad
             _Graph.log.append(i)
-            torch.ops.gradwire.ready(result, None, i + 2, count + 2)
+            positions.append(i + 2)
+            if len(positions) == _Graph.together or i == 0:
+                torch.ops.gradwire.ready([results[p] for p in positions], None, positions, count + 2)
+                positions = []
             grad = grad @ weights[i].T
         results[0] = grad if ctx.needs_input_grad[0] else None
-        del result
         return tuple(results)
 
 
@@ -70,6 +75,13 @@ class Compiled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _Graph.apply(x, 3, *self.weights)
         return y if self.eager is None else self.eager(y)
+
+
+@pytest.fixture(params=[1, 4], autouse=True)
+def together(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
+    """How many gradients an op reports."""
+    monkeypatch.setattr(_Graph, "together", request.param)
+    return int(request.param)
 
 
 @pytest.fixture
@@ -128,7 +140,7 @@ FLAGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(flags) or "plain")
 @on_ranks(1)
 def test_buckets_are_launched_while_the_graph_still_computes(
-    group: Group, log: list[Any], flags: dict[str, Any]
+    group: Group, log: list[Any], together: int, flags: dict[str, Any]
 ) -> None:
     ddp = built(group, **flags)
     launches(ddp, log)
@@ -139,8 +151,8 @@ def test_buckets_are_launched_while_the_graph_still_computes(
         check(ddp, expected(ddp.module, group.size, step)) if step < 3 else None
     order = [f"bucket {i}" for i in range(LAYERS)]
     assert [entry for entry in log if isinstance(entry, str)] == order
-    assert log.index("bucket 0") == 1
-    assert log.index("bucket 4") < log.index(0)
+    assert log.index("bucket 0") == together
+    assert log.index(f"bucket {LAYERS - 1 - together}") < log.index(0)
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: " ".join(flags) or "plain")
@@ -245,6 +257,20 @@ def test_a_hook_on_an_accumulator_runs_before_the_reduction(group: Group, to_non
         wanted[4] *= 2
         check(ddp, wanted)
     assert counts == [0, LAYERS - 1, LAYERS - 1]
+
+
+@on_ranks(2)
+def test_after_a_conversion_and_back(group: Group) -> None:
+    """The dtypes are the old ones, and the accumulators are new."""
+    ddp = built(group)
+    counts = reported_in_step(ddp)
+    for step in range(5):
+        if step == 2:
+            ddp.module.bfloat16().float()
+        ddp.zero_grad()
+        loss_of(ddp, group.rank, step).backward()
+        check(ddp, expected(ddp.module, group.size, step))
+    assert counts == [0, *[LAYERS] * 4]
 
 
 class Heads(Compiled):
@@ -416,17 +442,18 @@ def test_nothing_keeps_a_dropped_model_alive(group: Group) -> None:
 
 
 class Listener:
-    def __init__(self) -> None:
-        self.indices: list[int] = []
+    def __init__(self, indices: list[Any] | None = None, name: str = "") -> None:
+        self.indices: list[Any] = [] if indices is None else indices
+        self.name = name
 
     def ready(self, indices: list[int], gradients: list[Tensor]) -> None:
-        self.indices += indices
+        self.indices += [f"{self.name}{i}" for i in indices] if self.name else indices
 
 
 def test_the_op_outside_a_backward_does_nothing() -> None:
     owner, w = Listener(), torch.ones(2, requires_grad=True)
-    handle = on_compiled_gradients([w], owner.ready)
-    assert torch.ops.gradwire.ready(torch.ones(2), None, 0, 1).numel() == 0
+    handle = on_compiled_gradients([w], owner.ready, (1,))
+    assert torch.ops.gradwire.ready([torch.ones(2)], None, [0], 1).numel() == 0
     assert owner.indices == []
     handle.remove()
 
@@ -442,17 +469,79 @@ class _Double(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         length, inputs = ctx.reported
-        torch.ops.gradwire.ready(grad[:length], None, 0, inputs)
+        torch.ops.gradwire.ready([grad[:length]], None, [0], inputs)
         return grad * 2, None, None
 
 
 @pytest.mark.parametrize(("length", "inputs", "calls"), [(2, 3, [0]), (1, 3, []), (2, 2, [])])
 def test_a_report_must_fit_the_parameter_and_the_graph(length: int, inputs: int, calls: list[int]) -> None:
     owner, w = Listener(), torch.ones(2, requires_grad=True)
-    handle = on_compiled_gradients([w], owner.ready)
+    handle = on_compiled_gradients([w], owner.ready, (1,))
     _Double.apply(w, length, inputs).sum().backward()
     assert owner.indices == calls
     handle.remove()
+
+
+class _Several(torch.autograd.Function):
+    """Reports the gradients of its inputs in these groups."""
+
+    @staticmethod
+    def forward(ctx: Any, groups: list[list[int]], *weights: Tensor) -> Tensor:
+        ctx.groups = groups
+        return torch.stack(weights).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [grad + i for i in range(len(ctx.needs_input_grad) - 1)]
+        for group in ctx.groups:
+            torch.ops.gradwire.ready([grads[i] for i in group], None, [i + 1 for i in group], len(grads) + 1)
+        return None, *grads
+
+
+@pytest.mark.parametrize(
+    "groups", [[[0], [1], [2], [3], [4]], [[0, 1, 2, 3, 4]], [[0, 1], [2, 3, 4]], [[0, 1, 2], [3, 4]]]
+)
+def test_gradients_of_two_models_are_reported_in_the_order_of_the_graph(groups: list[list[int]]) -> None:
+    """However they are grouped, which may differ between ranks: it is the order of launches over one group."""
+    order: list[Any] = []
+    weights = [torch.ones(2, requires_grad=True) for _ in range(5)]
+    a, b = Listener(order, "a"), Listener(order, "b")
+    handles = [on_compiled_gradients(ws, one.ready, (1,)) for ws, one in ((weights[::2], a), (weights[1::2], b))]
+    for _ in range(2):
+        order.clear()
+        _Several.apply(groups, *weights).sum().backward()
+        assert order == ["a0", "b0", "a1", "b1", "a2"]
+    handles[0].remove()
+    c = Listener(order, "c")  # has the parameters of both from now on
+    handles.append(on_compiled_gradients(weights, c.ready, (1,)))
+    order.clear()
+    _Several.apply(groups, *weights).sum().backward()
+    assert order == ["c0", "c1", "c2", "c3", "c4"]
+    for handle in handles:
+        handle.remove()
+    _Several.apply(groups, *weights).sum().backward()
+    assert len(order) == 5
+
+
+def test_other_threads_may_make_models_while_a_graph_is_compiled() -> None:
+    owner, w, stop = Listener(), torch.ones(2, requires_grad=True), threading.Event()
+
+    def make() -> None:
+        while not stop.is_set():
+            handles = [on_compiled_gradients([w], owner.ready, (n,)) for n in range(1, 30)]
+            for handle in handles:
+                handle.remove()
+
+    thread, interval = threading.Thread(target=make), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(2000):
+            bucket_limits()
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 def test_a_torch_whose_inductor_lacks_what_the_pass_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,7 +550,7 @@ def test_a_torch_whose_inductor_lacks_what_the_pass_needs(monkeypatch: pytest.Mo
     install._installer.cache_clear()
     model = torch.nn.Linear(1, 1)
     try:
-        install.forward_begins(model)
+        install.forward_begins(model, (1,))
         assert install._installer() is None
         assert model not in install._graphs.models
     finally:

@@ -55,7 +55,7 @@ class World:
             BucketLayout.make(specs, [[3, 2], [1, 0]]),
             group=group,
             runner=self.launcher,
-            options=ReducerOptions(**{"rebuild_limits": (8,)} | named),
+            options=ReducerOptions(**{"limits": (8,)} | named),
         )
         self.reducer.attach()
 
@@ -161,8 +161,8 @@ def test_buckets_are_rebuilt_once_in_the_order_of_arrival(make: Any) -> None:
     assert world.reducer.order.last_arrival == [3, 2, 1, 0]
 
 
-def test_buckets_are_not_rebuilt_without_limits(make: Any) -> None:
-    world = make(rebuild_limits=None)
+def test_buckets_are_not_rebuilt_where_parameters_may_be_unused(make: Any) -> None:
+    world = make(track_unused=True)
     world.reducer.prepare()
     world.backward()
     assert not world.reducer.rebuild()

@@ -1,4 +1,4 @@
-"""Puts `gradwire::ready` behind each gradient in the backward graphs that inductor compiles.
+"""Puts `gradwire::ready` behind the gradients in the backward graphs that inductor compiles, a bucket at a time.
 
 Imported only once inductor is there. It knows inductor's graphs and settings, and nothing of parameters or callbacks.
 
@@ -13,6 +13,12 @@ So a matrix product that follows an op, in the order in which autograd computes,
 (`control_dependencies`). Not the very next product, but the one after it: kernels around the first could not all be fused. A
 result that only such dependencies use counts as dead, so each op also takes the result of the previous one.
 
+Note [Where ops stand]
+To call an op from compiled code takes some 10 µs, so there is none for each gradient, but one where a bucket is full if the graph
+computes all gradients of its model; they are counted as the reducer counts them, by dtype and device. A graph may also be one of
+many of a model, and whose it is cannot be known here. So ops are placed for the buckets of every model in the process, and at most
+half a bucket apart: no bucket is launched later than that.
+
 Note [Inside a CUDA graph]
 With `mode="reduce-overhead"` kernels are recorded once and replayed, and an op in Python would run only when they are recorded.
 Such graphs stay as they are.
@@ -20,6 +26,9 @@ Such graphs stay as they are.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +37,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch.fx import Graph, Node
 from torch.utils._ordered_set import OrderedSet
 
-from gradwire.autograd.compiled.op import reports
+from gradwire.autograd.compiled.op import Limits, bucket_limits
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
@@ -36,7 +45,7 @@ _PRODUCTS |= {_aten.convolution.default, _aten.convolution_backward.default}
 _SETTING = "post_grad_custom_post_pass"
 _LEEWAY = 1
 """How many products may be computed between a gradient and its op. See Note [The order of gradients]."""
-_VERSION = "gradwire ready 2"
+_VERSION = "gradwire ready 4"
 
 
 class ReadyPass(custom_graph_pass.CustomGraphPass):
@@ -44,11 +53,12 @@ class ReadyPass(custom_graph_pass.CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Insert the ops, if `graph` is a backward and gradients of any model are listened for."""
-        if reports() and not config.triton.cudagraphs:
-            mark_gradients(graph)
+        limits = bucket_limits()
+        if limits and not config.triton.cudagraphs:
+            mark_gradients(graph, limits)
 
     def uuid(self) -> Any:
-        return f"{_VERSION}, {reports()}"
+        return f"{_VERSION}, {bucket_limits()}"
 
 
 def install() -> None:
@@ -65,8 +75,8 @@ def install() -> None:
         setattr(config, _SETTING, [*passes, ReadyPass()])
 
 
-def mark_gradients(graph: Graph) -> int:
-    """Insert the op behind each gradient that a backward graph computes. Returns how many were inserted."""
+def mark_gradients(graph: Graph, limits: Sequence[Limits]) -> int:
+    """Insert ops behind the gradients that a backward graph computes, for buckets of these sizes. Returns how many."""
     nodes = list(graph.nodes)
     if not any(node.op == "placeholder" and node.name.startswith("tangents") for node in nodes):
         return 0  # a forward
@@ -76,18 +86,48 @@ def mark_gradients(graph: Graph) -> int:
     place = {node: number for number, node in enumerate(nodes)}
     products = [node for node in nodes if node.target in _PRODUCTS]
     computed = [(place[r], position, r) for position, r in enumerate(results) if isinstance(r, Node) and _computes(r)]
+    computed.sort(key=lambda found: found[:2])
     waits: dict[Node, OrderedSet[Node]] = {}
     previous: Node | None = None
-    for number, position, result in sorted(computed, key=lambda found: found[:2]):
-        with graph.inserting_after(result if previous is None or place[previous] < number else previous):
-            op = graph.call_function(torch.ops.gradwire.ready.default, (result, previous, position, len(results)))
-        op.meta["val"] = result.meta["val"].new_empty(0)
+    ends = _ends([result for _, _, result in computed], limits)
+    for begin, end in pairwise([0, *ends]):
+        _, positions, gradients = zip(*computed[begin:end], strict=True)
+        number, last = place[gradients[-1]], gradients[-1]
+        with graph.inserting_after(last if previous is None or place[previous] < number else previous):
+            args = list(gradients), previous, list(positions), len(results)
+            op = graph.call_function(torch.ops.gradwire.ready.default, args)
+        op.meta["val"] = gradients[0].meta["val"].new_empty(0)
         place[op], previous = number, op
         following = [one for one in products if place[one] > number]
         if following:
             waits.setdefault(following[: _LEEWAY + 1][-1], OrderedSet()).add(op)
     preserve_node_ordering(graph, {product: waits[product] for product in products if product in waits})
-    return len(computed)
+    return len(ends)
+
+
+def _ends(gradients: Sequence[Node], limits: Sequence[Limits]) -> list[int]:
+    """How many gradients have been computed before each op."""
+    values = [node.meta["val"] for node in gradients]
+    ends = {end for model in limits for end in _full(values, model)}
+    ends.update(i for i in range(1, len(gradients)) if gradients[i] is gradients[i - 1])  # an op takes a tensor once
+    return sorted(ends | {len(gradients)} - {0})
+
+
+def _full(values: Sequence[torch.Tensor], limits: Limits) -> Iterator[int]:
+    """Where a bucket is full, or half of one has been computed since the last op. As in `by_size`."""
+    filled, buckets, since = Counter[Any](), Counter[Any](), 0
+    for number, value in enumerate(values, 1):
+        kind, nbytes = (value.dtype, value.device), value.numel() * value.element_size()
+        nbytes = nbytes if isinstance(nbytes, int) else 0  # of a symbolic size, as an activation's
+        filled[kind] += nbytes
+        since += nbytes
+        if filled[kind] >= limits[min(buckets[kind], len(limits) - 1)]:
+            filled[kind], since = 0, 0
+            buckets[kind] += 1
+            yield number
+        elif 2 * since >= limits[-1]:
+            since = 0
+            yield number
 
 
 def _computes(node: Node) -> bool:

@@ -2,7 +2,8 @@
 
 Note [Graphs of before]
 Dynamo keeps what it has compiled with the code of `forward`, which all models of a class share. So a model that has run before it
-was replicated, or another model of its class, may have left graphs that report nothing. Dynamo is made to forget them.
+was replicated, or another model of its class, may have left graphs that report nothing, or report too late for smaller buckets.
+Dynamo is made to forget them.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ _COMPILER = "torch._inductor.compile_fx"
 """Imported when inductor compiles for the first time."""
 
 
-def forward_begins(model: nn.Module) -> None:
-    """What torch.compile compiles from now on reports gradients. `model` has listeners."""
+def forward_begins(model: nn.Module, limits: op.Limits) -> None:
+    """What torch.compile compiles from now on reports gradients. `model` has a listener, with these limits."""
     if _COMPILER not in sys.modules and model in _graphs.models:
         return  # as in every forward of a program that compiles nothing
     if "torch._inductor.config" in sys.modules:  # else nothing is compiled, and to import it takes seconds
         install = _installer()
         if install is not None:
             install()
-            _graphs.renew(model)
+            _graphs.renew(model, limits)
 
 
 @functools.cache
@@ -43,27 +44,24 @@ def _installer() -> Callable[[], None] | None:
 
 
 class _Graphs:
-    """The models, and the code, of which Dynamo has no graphs that report nothing. See Note [Graphs of before]."""
+    """The models, and the code, of which Dynamo has no graphs without the ops they need. See Note [Graphs of before]."""
 
     def __init__(self) -> None:
-        self._without_op = 0
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._code: dict[int, types.CodeType] = {}
+        self.models: weakref.WeakKeyDictionary[nn.Module, tuple[op.Limits, int]] = weakref.WeakKeyDictionary()
+        """With their limits, and how many graphs had been compiled without the ops for these."""
+        self._code: dict[tuple[int, op.Limits], tuple[types.CodeType, int]] = {}
 
-    def renew(self, model: nn.Module) -> None:
-        """Have Dynamo forget what it compiled of `model` before there was a listener."""
-        if self._without_op != op.graphs_without_op:
-            self._without_op = op.graphs_without_op
-            self.models.clear()
-            self._code.clear()
-        if model in self.models:
+    def renew(self, model: nn.Module, limits: op.Limits) -> None:
+        """Have Dynamo forget what it compiled of `model` before there was a listener with these limits."""
+        without = op.graphs_without(limits)
+        if self.models.get(model) == (limits, without):
             return
         from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
 
-        self.models.add(model)
+        self.models[model] = limits, without
         for code in _code_of(model):
-            if id(code) not in self._code:
-                self._code[id(code)] = code
+            if self._code.get((id(code), limits)) != (code, without):
+                self._code[id(code), limits] = code, without
                 reset_code(code)
 
 

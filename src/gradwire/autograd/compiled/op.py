@@ -1,21 +1,26 @@
-"""Reports gradients from inside a backward that torch.compile has compiled, each as soon as it has been computed.
+"""Reports gradients from inside a backward that torch.compile has compiled, while the rest of it still runs.
 
-Responsible for the op `gradwire::ready`, and for finding whose gradient it was given. It must not know buckets, or what is done
-with a gradient that is reported; `inductor_pass.py` puts the op into graphs.
+Responsible for the op `gradwire::ready`, and for finding whose gradients it was given. It must not know what is done with gradients
+that are reported; `inductor_pass.py` puts the op into graphs.
 
 Note [A compiled backward is one node]
 For the engine, a compiled graph is a single node: its gradients leave it together when all have been computed, and only then are
-they accumulated and do hooks on parameters run. So the op stands behind each gradient in the compiled backward. It passes the
-gradient on to the listener of that parameter, while the rest of the backward still runs; the gradient also takes its usual way.
+they accumulated and do hooks on parameters run. So an op stands in the compiled backward wherever a bucket may be full. It passes
+the gradients since the last op on to the listeners of their parameters; they also take their usual way.
 
 Note [What the op does not know]
-Compiled code is shared by the blocks of a model and, through inductor's cache, by processes. So the op has only the position of a
-gradient among the inputs of the compiled graph. When it runs, the engine is evaluating the node of that graph, whose edges lead to
+Compiled code is shared by the blocks of a model and, through inductor's cache, by processes. So the op has only the positions of
+gradients among the inputs of the compiled graph. When it runs, the engine is evaluating the node of that graph, whose edges lead to
 the accumulators of the inputs.
 
 Note [Which reports are complete]
 A parameter may also be used in another graph, another call of the same one, or outside the model. So a listener that acts on a
 report must first have checked, with `sole_edges`, that only one edge of the whole autograd graph leads to the parameter.
+
+Note [The order of reports]
+Two models may be in one graph and reduce over one group, where the n-th collectives of all ranks must meet. Where ops stand depends
+on all models of a process, which may differ between ranks. So gradients are reported in the order in which the graph computes them,
+and a listener must act on several as it would on one after another.
 """
 
 from __future__ import annotations
@@ -33,94 +38,132 @@ from gradwire.runtime.dynamo import untraced_call
 
 OnGradients = Callable[[Sequence[int], Sequence[Tensor]], object]
 """A bound method, called with the indices of parameters and their gradients, which have not been accumulated yet."""
+Limits = tuple[int, ...]
+"""The sizes in bytes of a model's first, second, … bucket; the last one applies to all that follow."""
 
 _library = torch.library.Library("gradwire", "DEF")
-# The gradient counts as written to, although it is not, because an op whose result is not used is removed as dead code. The result,
+# Gradients count as written to, although they are not, because an op whose result is not used is removed as dead code. The result,
 # an empty tensor, is the `previous` of the next op: see Note [The order of gradients] in `inductor_pass.py`.
 _library.define(
-    "ready(Tensor(a!) grad, Tensor? previous, int position, int inputs) -> Tensor", tags=[torch.Tag.flexible_layout]
+    "ready(Tensor(a!)[] grads, Tensor? previous, int[] positions, int inputs) -> Tensor",
+    tags=[torch.Tag.flexible_layout],
 )
 
-_listeners: dict[int, _Listener] = {}
-"""By the id of a parameter."""
-graphs_without_op = 1
-"""How many graphs were compiled without the op, as far as is known."""
 _TARGETS = "_gradwire_targets"
 
 
 class _Listener:
-    """The callback for the gradients of one parameter."""
+    """The callback for the gradients of one model, and the sizes of its buckets in bytes."""
 
-    __slots__ = ("early", "index", "parameter")
+    __slots__ = ("early", "limits")
 
-    def __init__(self, parameter: Tensor, index: int, early: weakref.WeakMethod[Any]) -> None:
-        self.parameter, self.index, self.early = weakref.ref(parameter), index, early
+    def __init__(self, early: weakref.WeakMethod[Any], limits: Limits) -> None:
+        self.early, self.limits = early, limits
 
-    def report(self, grad: Tensor) -> None:
-        """The gradient of the parameter has been computed."""
-        call, parameter = self.early(), self.parameter()
-        if call is None or parameter is None:
-            return
-        if grad.shape == parameter.shape and grad.dtype == parameter.dtype:
-            call([self.index], [grad])
+    def report(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """These gradients have been computed, in this order."""
+        early = self.early()
+        if early is not None:
+            early(indices, gradients)
 
 
-def on_compiled_gradients(parameters: Sequence[Tensor], early: OnGradients) -> Handle:
+_Target = tuple[_Listener, int, torch.Size, torch.dtype]
+"""A parameter: its listener, its index there, its shape and its dtype."""
+_listeners: set[_Listener] = set()
+_parameters: dict[int, tuple[weakref.ref[Tensor], _Listener, int]] = {}
+"""By the id of a parameter: its listener, and its index there."""
+_accumulators: dict[Any, _Target] = {}
+"""Those that graphs have led to, until listeners change."""
+_graphs = 0
+"""How many graphs were compiled."""
+_without: dict[Limits, int] = {}
+"""How many of them while there was no listener with these limits."""
+
+
+def on_compiled_gradients(parameters: Sequence[Tensor], early: OnGradients, limits: Limits) -> Handle:
     """Call the bound method `early(indices, gradients)` inside a compiled backward when it has computed gradients.
 
-    Its object is held weakly. A parameter has one listener, the last one.
+    Its object is held weakly. A parameter has one listener, the last one. `limits`: see `bucket_limits`.
     """
     assert isinstance(early, types.MethodType)
-    method = weakref.WeakMethod(early)
-    added = {id(p): _Listener(p, index, method) for index, p in enumerate(parameters)}
-    _listeners.update(added)
+    listener = _Listener(weakref.WeakMethod(early), limits)
+    added = {id(p): (weakref.ref(p), listener, index) for index, p in enumerate(parameters)}
+    _listeners.add(listener)
+    _without.setdefault(limits, _graphs)
+    _parameters.update(added)
+    _accumulators.clear()
 
     def remove() -> None:
-        for key, listener in added.items():
-            if _listeners.get(key) is listener:
-                del _listeners[key]
+        _listeners.discard(listener)
+        for key, entry in added.items():
+            if _parameters.get(key) is entry:
+                del _parameters[key]
+        _accumulators.clear()
 
     weakref.finalize(early.__self__, remove).atexit = False
     return Handle(remove)
 
 
-def _listener(accumulator: Any) -> _Listener | None:
-    variable = getattr(accumulator, "variable", None)  # only gradient accumulators have one
-    found = None if variable is None else _listeners.get(id(variable))
-    return found if found is not None and found.parameter() is variable else None
+def bucket_limits() -> list[Limits]:
+    """The sizes of buckets for which the graph that is compiled now gets ops: those of all models that are listened to."""
+    global _graphs
+    limits = sorted({listener.limits for listener in list(_listeners)})  # a list first: other threads add and remove
+    _graphs += 1
+    for absent in set(_without).difference(limits):
+        _without[absent] += 1
+    return limits
 
 
-def _targets(node: Any, inputs: int) -> dict[int, _Listener]:
-    """The callbacks for the gradients of a compiled graph, by the position of the input. Kept on its node."""
-    found: dict[int, _Listener] | None = getattr(node, _TARGETS, None)
+def graphs_without(limits: Limits) -> int:
+    """How many graphs may lack the ops for buckets of these sizes."""
+    return _without.get(limits, 0)
+
+
+def _target(accumulator: Any) -> _Target | None:
+    variable: Tensor | None = getattr(accumulator, "variable", None)  # only gradient accumulators have one
+    found = _parameters.get(id(variable))
+    if variable is None or found is None or found[0]() is not variable:
+        return None
+    _accumulators[accumulator] = target = found[1], found[2], variable.shape, variable.dtype
+    return target
+
+
+def _targets(node: Any, inputs: int) -> dict[int, _Target]:
+    """Whose gradients a compiled graph computes, by the position of the input. Kept on its node."""
+    found: dict[int, _Target] | None = getattr(node, _TARGETS, None)
     if found is None:
         needed = getattr(node, "needs_input_grad", ())
         positions = [i for i, needs in enumerate(needed) if needs]
-        edges = [edge[0] for edge in getattr(node, "next_functions", ()) if edge[0] is not None]
+        edges = [successor for successor, _ in getattr(node, "next_functions", ()) if successor is not None]
         found = {}
         if len(needed) == inputs and len(positions) == len(edges):
-            listeners = zip(positions, map(_listener, edges), strict=True)
-            found = {i: listener for i, listener in listeners if listener is not None}
+            targets = [_accumulators.get(edge) or _target(edge) for edge in edges]
+            found = {i: target for i, target in zip(positions, targets, strict=True) if target is not None}
             setattr(node, _TARGETS, found)
     return found
 
 
 @untraced_call
-def _ready(grad: Tensor, previous: Tensor | None, position: int, inputs: int) -> Tensor:
+def _ready(grads: Sequence[Tensor], previous: Tensor | None, positions: Sequence[int], inputs: int) -> Tensor:
     node = torch._C._current_autograd_node()
-    target = None if node is None else _targets(node, inputs).get(position)
-    if target is not None:
-        target.report(grad)
-    return grad.new_empty(0)
+    targets = {} if node is None else _targets(node, inputs)
+    listener: _Listener | None = None
+    indices: list[int] = []
+    gradients: list[Tensor] = []
+    for position, grad in zip(positions, grads, strict=True):
+        target = targets.get(position)
+        if target is None or grad.shape != target[2] or grad.dtype != target[3]:
+            continue
+        if listener is not target[0]:  # not all of one model first: see Note [The order of reports]
+            if listener is not None:
+                listener.report(indices, gradients)
+            listener, indices, gradients = target[0], [], []
+        indices.append(target[1])
+        gradients.append(grad)
+    if listener is not None:
+        listener.report(indices, gradients)
+    return grads[0].new_empty(0)
 
 
 _library.impl("ready", _ready, "CompositeExplicitAutograd")
-_library.impl("ready", lambda grad, *rest: grad.new_empty(0), "Meta")
-
-
-def reports() -> bool:
-    """Whether the graph that is compiled now gets the op: if any parameters are listened to, perhaps those of another model."""
-    global graphs_without_op
-    if not _listeners:
-        graphs_without_op += 1
-    return bool(_listeners)
+_library.impl("ready", lambda grads, *rest: grads[0].new_empty(0), "Meta")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.autograd.grad_hooks import has_foreign_hooks
+from gradwire.autograd.grad_hooks import GradHooks
 from gradwire.autograd.graph import sole_edges
 
 
@@ -40,51 +40,54 @@ class CompiledGradients:
         """By parameter: what `.grad` is once the gradient has been accumulated, and its version then."""
         self._launched: set[int] = set()
 
-    def expect(self, tensors: Any) -> Callable[[], object] | None:
+    def expect(self, tensors: Any, hooks: GradHooks) -> Callable[[], object] | None:
         """A backward from `tensors` begins, whose gradients may be taken. Returns what to call at its end."""
-        found = sole_edges(tensors, self._parameters)
+        found = sole_edges(tensors, self._parameters, hooks.accumulators)
         if not found:
             return None  # of another model
-        self._expected.update(i for i, node in found.items() if not has_foreign_hooks(self._parameters[i], node))
+        self._expected.update(found.keys() - hooks.hooked_by_others(found))
         return self._expected.clear
 
-    def take(self, index: int, grad: Tensor) -> bool:
-        """A gradient has been computed. Returns whether it is to be reduced now."""
-        if index not in self._expected or index in self.reported:
-            return False
-        before = self._parameters[index].grad
-        if before is not None and (self._in_buckets or before.layout != torch.strided):
-            return False
-        if before is None:
-            # An alias: the engine makes `.grad` of a gradient that nothing else references, and copies any other.
-            self._waiting[index] = alias = grad.detach()
-            self._accumulated[index] = alias, alias._version
-        else:
-            with torch.no_grad():
-                self._waiting[index] = before + grad
-            self._accumulated[index] = before, before._version + 1
-        self.reported.add(index)
-        return True
+    def take(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> list[int]:
+        """These gradients have been computed. Returns those that are to be reduced now."""
+        parameters, waiting, accumulated = self._parameters, self._waiting, self._accumulated
+        expected, reported, taken = self._expected, self.reported, []
+        for index, grad in zip(indices, gradients, strict=True):
+            if index not in expected or index in reported:
+                continue
+            before = parameters[index].grad
+            if before is None:
+                # An alias: the engine makes `.grad` of a gradient that nothing else references, and copies any other.
+                waiting[index] = alias = grad.detach()
+                accumulated[index] = alias, alias._version
+            elif self._in_buckets or before.layout != torch.strided:
+                continue
+            else:
+                with torch.no_grad():
+                    waiting[index] = before + grad
+                accumulated[index] = before, before._version + 1
+            taken.append(index)
+        reported.update(taken)
+        return taken
 
-    def gradient(self, index: int) -> Tensor | None:
-        """The gradient of a parameter whose bucket is launched: the reported one, or `.grad`."""
-        grad = self._waiting.pop(index, None)
-        if grad is None:
-            return self._parameters[index].grad
-        self._launched.add(index)
-        return grad
+    def gradients(self, members: Sequence[int]) -> list[Tensor | None]:
+        """The gradients of a bucket that is launched: those that were reported, and `.grad` of the others."""
+        waiting = self._waiting
+        self._launched.update(waiting.keys() & members)
+        return [waiting.pop(i) if i in waiting else self._parameters[i].grad for i in members]
 
     def changed(self) -> list[int]:
         """At the end of backward: parameters whose gradients are not those that were launched."""
-        return [index for index in sorted(self._launched) if self._has_changed(index)]
-
-    def _has_changed(self, index: int) -> bool:
-        grad, (expected, version) = self._parameters[index].grad, self._accumulated[index]
-        if grad is None:
-            return True
-        if grad.data_ptr() == expected.data_ptr():
-            return grad._version != version
-        return expected._version != version or not _equal(grad, expected)
+        found = []
+        for index in sorted(self._launched):
+            grad, (expected, version) = self._parameters[index].grad, self._accumulated[index]
+            if grad is not None and grad.data_ptr() == expected.data_ptr():
+                same = grad._version == version
+            else:
+                same = grad is not None and expected._version == version and _equal(grad, expected)
+            if not same:
+                found.append(index)
+        return found
 
     def use_accumulated(self, indices: Sequence[int]) -> None:
         """These gradients will have been accumulated when their bucket is launched."""

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from gradwire.autograd.backward_errors import BEGINS, around_backward
-from gradwire.autograd.compiled.op import on_compiled_gradients
+from gradwire.autograd.compiled.op import Limits, on_compiled_gradients
 from gradwire.autograd.grad_hooks import GradHooks
 from gradwire.events import Handle
 from gradwire.reducer.intake.compiled import CompiledGradients
@@ -32,11 +32,12 @@ _RESTING = State.RESTING
 class GradientIntake:
     """The gradients of one model, step by step."""
 
-    def __init__(self, parameters: Sequence[Tensor], machine: Machine, *, in_buckets: bool) -> None:
+    def __init__(self, parameters: Sequence[Tensor], machine: Machine, *, in_buckets: bool, limits: Limits) -> None:
         self.compiled = CompiledGradients(parameters, in_buckets=in_buckets)
         self.hooks: GradHooks | None = None
         self._parameters = list(parameters)
         self._machine = machine
+        self.limits = limits
         self._compiled_handle: Handle | None = None
         self._before_backward: Handle | None = None
         """Once it is known that the model has compiled code that reports gradients."""
@@ -53,7 +54,7 @@ class GradientIntake:
     ) -> None:
         """Put hooks on the parameters. They call `on_arrival()`, and compiled code calls `early(indices, gradients)`."""
         self.detach()
-        self._compiled_handle = on_compiled_gradients(self._parameters, early)
+        self._compiled_handle = on_compiled_gradients(self._parameters, early, self.limits)
         self.hooks = GradHooks(self._parameters, on_arrival)
         self._selected = None
 
@@ -103,24 +104,28 @@ class GradientIntake:
         if self._before_backward is None:
             self._before_backward = around_backward(BEGINS, self._backward_called)
             return []
-        # Where a static graph has several uses, checkpoints accumulate several times, whose edges cannot be seen.
-        found = zip(indices, gradients, strict=True)
-        return [i for i, grad in found if (uses is None or uses[i] == 1) and compiled.take(i, grad)]
+        if uses is not None and any(uses[i] != 1 for i in indices):
+            # Where a static graph has several uses, checkpoints accumulate several times, whose edges cannot be seen.
+            sole = [n for n, i in enumerate(indices) if uses[i] == 1]
+            indices, gradients = [indices[n] for n in sole], [gradients[n] for n in sole]
+        return compiled.take(indices, gradients)
 
     def _backward_called(self, tensors: Any) -> Callable[[], object] | None:
         """`backward` is called, from this model or from another one: see [Early gradients] in `compiled.py`."""
         expected = self._machine.state in (State.ARMED, State.RUNNING) and self._may_take_early
-        return self.compiled.expect(tensors) if expected else None
+        return self.compiled.expect(tensors, self.hooks) if expected and self.hooks is not None else None
 
     def count(self, indices: Sequence[int]) -> list[Launch]:
         """These gradients have arrived, in this order. Returns the buckets to be launched now, in order."""
         launches = self._machine.arrived(indices)
+        filled: dict[int, int] = {}
         for launch in launches:
-            self._filled[launch.filler] = self._filled.get(launch.filler, 0) + 1
-        if self._selected is not None and indices:
-            last = indices[-1]
-            if self._selected.get(last, 0) != len(launches) or any(launch.filler != last for launch in launches):
-                self.call_all()
+            filled[launch.filler] = filled.get(launch.filler, 0) + 1
+        for filler, buckets in filled.items():
+            self._filled[filler] = self._filled.get(filler, 0) + buckets
+        selected = self._selected
+        if selected is not None and filled != {i: selected[i] for i in indices if i in selected}:
+            self.call_all()
         return launches
 
     @property
@@ -131,7 +136,7 @@ class GradientIntake:
     def gradients(self, members: Sequence[int]) -> list[Tensor | None]:
         """The gradients with which a bucket is launched."""
         if self.compiled.reported:
-            return [self.compiled.gradient(i) for i in members]
+            return self.compiled.gradients(members)
         parameters = self._parameters
         return [parameters[i].grad for i in members]
 
