@@ -338,6 +338,7 @@ def test_a_pass_of_the_user_is_kept(tmp_path: Path) -> None:
         def uuid(self) -> str:
             return "mine"
 
+    install()  # changes the default, to which the setting returns below
     mine = Mine()
     with config.patch({"post_grad_custom_post_pass": mine}):
         install()
