@@ -87,7 +87,7 @@ class GradHooks:
         return (
             list(map(_dtype, self._parameters)) != self._dtypes
             or list(map(Tensor.get_device, self._parameters)) != self._devices
-            or _accumulator(self._parameters[0]) is not self._nodes[0]
+            or _accumulator(self._parameters[0]) not in self.accumulators
         )
 
     def select(self, indices: Collection[int]) -> None:
