@@ -291,6 +291,26 @@ def test_a_later_model_with_smaller_buckets_has_ops_for_them(monkeypatch: pytest
     run_ranks(rank_main, 1)
 
 
+@pytest.mark.parametrize(("communicates", "ops"), [(False, 2), (True, 4)])
+def test_where_a_graph_may_communicate_an_op_stands_behind_each_gradient(communicates: bool, ops: int) -> None:
+    """Where others stand depends on facts of a rank, and no bucket may be launched on the other side of the collective there."""
+    from gradwire.autograd.compiled import inductor_pass
+
+    graph = torch.fx.Graph()
+    value = graph.placeholder("tangents_1")
+    value.meta["val"] = torch.empty(4, 4)
+    results = []
+    for number in range(4):
+        if number == 2 and communicates:
+            value = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (value, "sum", "group"))
+            value.meta["val"] = torch.empty(4, 4)
+        value = graph.call_function(torch.ops.aten.add.Tensor, (value, value))
+        value.meta["val"] = torch.empty(4, 4)
+        results.append(value)
+    graph.output(tuple(results))
+    assert inductor_pass.mark_gradients(graph, [(256,)]) == ops
+
+
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_graphs_that_are_replayed_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     from torch._inductor import config

@@ -19,6 +19,11 @@ computes all gradients of its model; they are counted as the reducer counts them
 many of a model, and whose it is cannot be known here. So ops are placed for the buckets of every model in the process, and at most
 half a bucket apart: no bucket is launched later than that.
 
+Those places depend on sizes of activations and on the other models of a process, which may differ between ranks. That is of no
+account among our own reductions. But if the graph has collectives of its own, perhaps in the same group, a bucket that is launched
+before one of them must be launched before it on every rank: then, and for ops of which it is not known, one stands behind each
+gradient.
+
 Note [Inside a CUDA graph]
 With `mode="reduce-overhead"` kernels are recorded once and replayed, and an op in Python would run only when they are recorded.
 Such graphs stay as they are.
@@ -45,7 +50,9 @@ _PRODUCTS |= {_aten.convolution.default, _aten.convolution_backward.default}
 _SETTING = "post_grad_custom_post_pass"
 _LEEWAY = 1
 """How many products may be computed between a gradient and its op. See Note [The order of gradients]."""
-_VERSION = "gradwire ready 4"
+_COMPUTING = {"aten", "prims", "rngprims", "inductor", "mkldnn"}
+"""The namespaces of ops that do not communicate."""
+_VERSION = "gradwire ready 5"
 
 
 class ReadyPass(custom_graph_pass.CustomGraphPass):
@@ -89,6 +96,8 @@ def mark_gradients(graph: Graph, limits: Sequence[Limits]) -> int:
     computed.sort(key=lambda found: found[:2])
     waits: dict[Node, OrderedSet[Node]] = {}
     previous: Node | None = None
+    if any(getattr(node.target, "namespace", "aten") not in _COMPUTING for node in nodes):
+        limits = [(1,)]
     ends = _ends([result for _, _, result in computed], limits)
     for begin, end in pairwise([0, *ends]):
         _, positions, gradients = zip(*computed[begin:end], strict=True)
