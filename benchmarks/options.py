@@ -361,7 +361,7 @@ BENCHMARKS: Mapping[str, tuple[Callable[[Parser], Any], str, str]] = {
     ),
     "oversubscribed": (
         oversubscribed,
-        "shared memory against gloo with more ranks than cores, or beside busy processes",
+        "shared memory against gloo with more ranks than cores, or on busy cores",
         "Collectives, a training step and the comparison of `gradwire demo` over gradwire's shared memory and over gloo, in turns, "
         "on ranks that outnumber the cores or share them with processes that never sleep. One thread per rank, float32. It takes "
         "ten minutes; choose --parts and --sizes for less.",

@@ -1,7 +1,7 @@
 """`oversubscribed`: shared memory against gloo with more ranks than cores, or on cores that other programs use.
 
-Collectives, a training step and the comparison of `gradwire demo`, each in turns with gloo in the same rank processes, alone and
-beside processes that never sleep.
+Collectives, a training step and the comparison of `gradwire demo`, each in turns with gloo in the same rank processes, on idle
+cores and while other processes keep them busy.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ The caller, if it waits: it waits inside the engine and settles the Work itself,
 thread. The poller's thread, if something must be called promptly: a future, a done-callback, a completion hook, a listener.
 Otherwise the watchdog's tick, which is soon enough for a Work that was dropped.
 
-An engine that orders streams has a stream of its own, which waits for what the caller has enqueued so far. A wait makes the
-waiter's current stream wait for that one, and none does before: what the caller enqueues meanwhile runs beside the operation.
+An engine that orders streams has a stream of its own, which waits for what the caller has enqueued so far. Only
+a wait makes the waiter's current stream wait for that one: until then, what the caller enqueues overlaps with the operation.
 
 Note [CUDA tensors over a host engine]
 Gloo takes CUDA tensors and works on the host: it reads them in the order of the calling thread's current stream, and the result is

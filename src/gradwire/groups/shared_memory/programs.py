@@ -4,7 +4,7 @@ A rank *announces* a collective (a table of what it is and where its parts lie),
 signals; then it *pulls* what it needs straight from where the others have it. A part lies in one of three places, which each rank
 chooses for itself and writes into its table:
 
-- up to a chunk's quarter: copied into the rank's small slot together with the announcement, so that one signal is enough;
+- what fits into the rank's small slot: copied there together with the announcement, so that one signal is enough;
 - in the rank's heap: where it is; nothing is copied, and all ranks signal once more when they have read it;
 - elsewhere: copied window by window through the rank's staging buffers.
 

@@ -35,11 +35,11 @@ def capture(hook: CommHook, *, enabled: bool = True) -> CommHook:
     """Record a hook of your own as CUDA graphs, or (`enabled=False`) do not record one of gradwire's.
 
     On CUDA a hook of many small kernels takes more time on the host than on the device. A captured one takes one launch between two
-    collectives, and more memory. With GRADWIRE_CAPTURE=1 in the environment, and not otherwise, gradwire's hooks are captured where
-    that is possible (not with random numbers, nor with sizes that change). For a hook of your own this states that its
-    `reduce` does the same in every step: the same kernels and collectives, on tensors of the same sizes, with state that is changed
-    in place and no tensor read on the host. Otherwise a warning names the reason, and it runs eagerly. What depends on `turn.step`
-    can be in the key that `CommHook.capture_key` returns, instead of this function.
+    collectives, and more memory. Nothing is captured unless GRADWIRE_CAPTURE=1 is set when gradwire is imported. Then gradwire's
+    hooks are, where that is possible (not with random numbers, nor with sizes that change), and `capture` returns them as they are.
+    For a hook of your own it states that `reduce` does the same in every step: the same kernels and collectives, on tensors of the
+    same sizes, with state changed in place and no tensor read on the host. Otherwise a warning names the reason, and it runs
+    eagerly. What depends on `turn.step` can be in the key that `CommHook.capture_key` returns, instead of this function.
 
     >>> from gradwire.hooks import mean, quantize
     >>> capture(quantize(bits=8)) == quantize(bits=8)
