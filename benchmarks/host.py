@@ -11,6 +11,7 @@ import copy
 import functools
 import statistics
 import time
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,8 @@ from gradwire.parallel import DistributedDataParallel
 _WARM_UP = 5
 """Steps of each variant: buckets are rebuilt after the first, and a hook's work may be recorded in the second and third."""
 _LEAD_IN = 1
+INSIDE = f"{peers.OURS}, inside"
+"""The DDP of a compiled model."""
 _SINGLE = 3
 """Steps of a round whose host time is taken; their median counts."""
 
@@ -60,19 +63,37 @@ def run(args: argparse.Namespace, console: Console) -> Result:
 
 @contextmanager
 def _models(hooks: Sequence[str], work: Workload, *, compiled: bool) -> Iterator[dict[str, nn.Module]]:
-    """The bare model, in torch's DDP, in ours, and in ours with each hook; compiled around the DDP if `compiled`."""
-    kinds = peers.wrappers()
-    models = {name: kinds[name](copy.deepcopy(work.model)) for name in (peers.BARE, peers.TORCH, peers.OURS)}
+    """The bare model, in torch's DDP, in ours, and in ours with each hook. `compiled` around the DDP; ours also inside."""
+    kinds, wrapped = peers.wrappers(), []
+    around: Any = torch.compile if compiled else lambda model: model
+
+    def wrap(model: nn.Module, hook: str | None = None) -> nn.Module:
+        wrapped.append(ours := kinds[peers.OURS](model))
+        assert isinstance(ours, DistributedDataParallel)
+        if hook is not None:
+            ours.set_hook(NAMED_HOOKS[hook].build())
+        return ours
+
     try:
+        models = {name: around(kinds[name](_copy(work.model))) for name in (peers.BARE, peers.TORCH)}
+        work.check(models)  # which compiles them, before there is a DDP of ours: later graphs report gradients
+        models[peers.OURS] = around(wrap(_copy(work.model)))
+        if compiled:
+            models[INSIDE] = wrap(around(_copy(work.model)))
         work.check(models)
-        for name in hooks:
-            ours = models[name] = kinds[peers.OURS](copy.deepcopy(work.model))
-            assert isinstance(ours, DistributedDataParallel)
-            ours.set_hook(NAMED_HOOKS[name].build())
-        yield {name: torch.compile(model) if compiled else model for name, model in models.items()}  # type: ignore[misc]
+        yield models | {name: around(wrap(_copy(work.model), name)) for name in hooks}
     finally:
-        for model in models.values():
+        for model in wrapped:
             peers.unwrap(model)
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """With a forward of its own, as torch.compile keeps what it has compiled by code, and not by model."""
+    own = type(model).forward
+    code = types.FunctionType(own.__code__.replace(), own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    copied = copy.deepcopy(model)
+    copied.__class__ = type(type(model).__name__, (type(model),), {"forward": code})
+    return copied
 
 
 class _Single:

@@ -74,6 +74,7 @@ class Workload:
         """Before timing: raise unless all variants compute the same gradient."""
         expected: Tensor | None = None
         for name, model in models.items():
+            model.zero_grad(set_to_none=True)
             self.loss(model).backward()
             found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
             expected = found if expected is None else expected

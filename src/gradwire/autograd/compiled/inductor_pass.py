@@ -17,7 +17,7 @@ Note [Where ops stand]
 To call an op from compiled code takes some 10 µs, so there is none for each gradient, but one where a bucket is full if the graph
 computes all gradients of its model; they are counted as the reducer counts them, by dtype and device. A graph may also be one of
 many of a model, and whose it is cannot be known here. So ops are placed for the buckets of every model in the process, and at most
-half a bucket apart: no bucket is launched later than that.
+half a bucket apart, or in a large graph a sixteenth of its gradients: no bucket is launched later than that.
 
 Those places depend on sizes of activations and on the other models of a process, which may differ between ranks. That is of no
 account among our own reductions. But if the graph has collectives of its own, perhaps in the same group, a bucket that is launched
@@ -52,7 +52,7 @@ _LEEWAY = 1
 """How many products may be computed between a gradient and its op. See Note [The order of gradients]."""
 _COMPUTING = {"aten", "prims", "rngprims", "inductor", "mkldnn"}
 """The namespaces of ops that do not communicate."""
-_VERSION = "gradwire ready 5"
+_VERSION = "gradwire ready 6"
 
 
 class ReadyPass(custom_graph_pass.CustomGraphPass):
@@ -123,18 +123,20 @@ def _ends(gradients: Sequence[Node], limits: Sequence[Limits]) -> list[int]:
 
 
 def _full(values: Sequence[torch.Tensor], limits: Limits) -> Iterator[int]:
-    """Where a bucket is full, or half of one has been computed since the last op. As in `by_size`."""
+    """Where a bucket is full, as in `by_size`, or so much has been computed since the last op. See Note [Where ops stand]."""
     filled, buckets, since = Counter[Any](), Counter[Any](), 0
-    for number, value in enumerate(values, 1):
-        kind, nbytes = (value.dtype, value.device), value.numel() * value.element_size()
-        nbytes = nbytes if isinstance(nbytes, int) else 0  # of a symbolic size, as an activation's
+    sizes = [value.numel() * value.element_size() for value in values]
+    sizes = [nbytes if isinstance(nbytes, int) else 0 for nbytes in sizes]  # of a symbolic size, as an activation's
+    apart = max(limits[-1] / 2, sum(sizes) / 16)
+    for number, (value, nbytes) in enumerate(zip(values, sizes, strict=True), 1):
+        kind = (value.dtype, value.device)
         filled[kind] += nbytes
         since += nbytes
         if filled[kind] >= limits[min(buckets[kind], len(limits) - 1)]:
             filled[kind], since = 0, 0
             buckets[kind] += 1
             yield number
-        elif 2 * since >= limits[-1]:
+        elif since >= apart:
             since = 0
             yield number
 
