@@ -162,7 +162,9 @@ def host(parser: Parser) -> None:
     batches = "sequences per step (default: %(default)s)"
     add("--batch", type=list_of(at_least(1)), default="8,32", metavar="N,N", help=batches)
     _names(parser, "--hooks", HOOKS, HOST_HOOKS, "hooks, after mean")
-    parser.add_argument("--compiled", action="store_true", help="torch.compile around every variant, and inside ours")
+    parser.add_argument(
+        "--compiled", action="store_true", help="torch.compile around every variant, and inside the DDPs"
+    )
     add("--rounds", type=at_least(2), default=7, help="turns of each variant (default: %(default)s)")
     _files(parser)
 

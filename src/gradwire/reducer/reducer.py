@@ -214,7 +214,7 @@ class Reducer:
 
     def on_arrival(self) -> None:
         with self._lock:
-            self._arrived(self.intake.pop())
+            self.catch_up()
 
     def early(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Compiled code has computed these gradients; they will be accumulated when all of its graph has run."""
