@@ -1,12 +1,15 @@
 """Captured reductions on a GPU: bit for bit what the same hook computes eagerly. See also tests/unit/reducer/test_captured.py."""
 
 import itertools
+import threading
+import time
 
 import pytest
 import torch
 from torch import Tensor
 
 from gradwire import hooks
+from gradwire.collectives import all_reduce
 from gradwire.groups import Group
 from gradwire.hooks import BucketSpec, CommHook, Turn, capture
 from gradwire.hooks.combinators import feedback
@@ -96,9 +99,53 @@ def test_a_hook_that_reads_is_refused_by_name_and_others_are_not(nccl: Group) ->
         found = [grad for step in range(5) for grad in _step(captured, step)]
     wanted = [grad for step in range(5) for grad in _step(eager, step)]
     assert all(map(torch.equal, found, wanted))
-    for step in range(6):  # the allocator has left the failed capture
+    torch.rand(4, device="cuda")  # the generator has left the failed capture
+    for step in range(6):  # and the allocator
         _step(other, step)
     assert _graphs(other) >= 2
+
+
+def test_graphs_do_not_use_memory_that_torch_frees(nccl: Group) -> None:
+    """As torch.compile(mode="reduce-overhead") does anywhere in the process."""
+    layers = [torch.nn.Linear(1024, 1024) for _ in range(4)]
+    ddp = DistributedDataParallel(torch.nn.Sequential(*layers).cuda(), process_group=nccl, bucket_cap_mb=12)
+    ddp.set_hook(hooks.chain(hooks.error_feedback(), hooks.power_sgd(rank=8)))
+    others: list[Tensor] = []
+    for step in range(8):
+        if step == 5:
+            assert _graphs(ddp)
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+            others = [
+                torch.full((mib << 18,), 7, dtype=torch.int32, device="cuda")
+                for mib in (32, 32, 32, 24, 16, 9, 8, 4, 2)
+            ]
+        ddp.zero_grad()
+        ddp(torch.ones(64, 1024, device="cuda")).square().mean().backward()
+        torch.cuda.synchronize()
+        assert all(bool((other == 7).all()) for other in others), step
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local"])
+def test_a_whole_step_in_a_graph_of_the_users(nccl: Group, mode: str) -> None:
+    """The watchdog, which looks at operations meanwhile, neither spoils it nor ends."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        ddp, x = _model(nccl, HOOKS["8 bits"]), torch.randn(8, 128, device="cuda")
+        for step in range(12):
+            if step == 11:
+                torch.cuda.synchronize()
+                graph.capture_begin(capture_error_mode=mode)
+                time.sleep(0.3)
+            ddp.zero_grad(set_to_none=False)
+            ddp(x).square().mean().backward()
+        time.sleep(0.3)
+        graph.capture_end()
+        graph.replay()
+        torch.cuda.synchronize()
+    assert not nccl.ledger.pending
+    assert any("gradwire-watchdog" in thread.name for thread in threading.enumerate())
+    nccl.run(all_reduce(x))
 
 
 def test_what_was_not_sent_in_one_pass() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -58,3 +58,14 @@ def bundle(**parts: Mapping[str, Any]) -> dict[str, Any]:
     """Several values per parameter as one state: `{name: {key: part[name]}}`."""
     names = dict.fromkeys(name for part in parts.values() for name in part)
     return {name: {key: part[name] for key, part in parts.items() if name in part} for name in names}
+
+
+def held(value: Any) -> list[Any]:
+    """What a container contains, or the attributes of anything else."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, Sequence | Set):
+        return list(value)
+    found = [cls.__dict__.get("__slots__", ()) for cls in type(value).__mro__]
+    slots = [name for names in found for name in ([names] if isinstance(names, str) else names)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]

@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 import torch
 
 from gradwire.collectives import build
@@ -51,12 +52,15 @@ def test_a_tick_sees_a_shortened_deadline() -> None:
     assert work.is_completed()
 
 
-def test_owners_checks_run_with_every_tick() -> None:
-    watchdog, calls = Watchdog("w"), []
-    watchdog.on_tick.append(lambda: calls.append("checked"))
+def test_owners_checks_run_with_every_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although one raises, which is reported once."""
+    watchdog, calls, reported = Watchdog("w"), [], []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    watchdog.on_tick += [lambda: {}["missing"], lambda: calls.append("checked")]
     watchdog.tick(0.0)
     watchdog.tick(1.0)
     assert calls == ["checked", "checked"]
+    assert [one.exc_type for one in reported] == [KeyError]
 
 
 def test_its_thread_expires_what_nobody_waits_for() -> None:

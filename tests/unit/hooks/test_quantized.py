@@ -72,6 +72,16 @@ def test_codes_are_the_nearest_level(bits: int, rows: int, way: str) -> None:
     torch.testing.assert_close(back.double(), naive(x, bits), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("block", [32, 64, 256])
+def test_every_byte_of_a_message_is_written(bits: int, block: int, way: str) -> None:
+    part, messages = part_of(37 * block, bits, block=block, rows=3), []
+    for before in (0, 255):
+        messages.append(message := torch.full((3, part.stride), before, dtype=torch.uint8))
+        codec.quantize(normal(37 * block), message, part, None)
+    assert torch.equal(*messages)
+
+
 def test_a_tie_goes_to_the_even_level(way: str) -> None:
     x = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 127.0] + [0.0] * 26)
     back = decoded(codec, encoded(codec, x, part_of(32, 8, block=32), 1), part_of(32, 8, block=32))

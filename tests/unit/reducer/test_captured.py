@@ -63,6 +63,8 @@ def _no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     monkeypatch.setattr(cuda_graphs, "_alias", lambda t: t)
     monkeypatch.setattr(jit.Loop, "compiled", lambda self: None)  # loops over numpy arrays are not torch operations
 
@@ -129,38 +131,96 @@ def test_the_same_bits_as_eagerly(name: str) -> None:
     assert ours.graphs
 
 
+class Slots:
+    __slots__ = ("last", "steps")
+
+    def __init__(self, last: Tensor) -> None:
+        self.last, self.steps = last, 0
+
+
 class Own(CommHook):
-    """A user's hook. `does`: what a captured one must not do."""
+    """A user's hook. `does`: what a captured one must not do, or may do."""
 
-    def __init__(self, does: str = "") -> None:
-        self.does = does
+    def __init__(self, does: str = "", inner: CommHook | None = None) -> None:
+        self.does, self.inner = does, inner
 
-    def init(self, spec: BucketSpec) -> dict[str, Any]:
-        return {"last": torch.zeros(spec.numel, device=spec.device), "steps": 0}
+    def init(self, spec: BucketSpec) -> Slots:
+        return Slots(torch.zeros(spec.numel, device=spec.device))
 
-    def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
-        value = grad + state["last"]
+    def reduce(self, grad: Tensor, state: Slots, turn: Turn) -> Reduction:
+        value = grad + state.last
         if self.does == "read" and float(value.sum()) == 1:
             value = -value
-        state["steps"] += self.does == "count"
+        state.steps = 1 if self.does == "complete" else state.steps + (self.does == "count")
         if self.does == "rebind":
-            state["last"] = value / 2
+            state.last = value / 2
         else:
-            torch.div(value, 2, out=state["last"])
+            torch.div(value, 2, out=state.last)
+        if self.does == "turn over":
+            value = grad.copy_(value).view(2, -1).t()
+        if self.inner is not None:
+            value, _ = yield from self.inner.reduce(value, self.inner.init(turn.spec), turn)
+        else:
+            yield all_reduce(value.clone(), op=ReduceOp.AVG)
+        return Reduced(value, grad)
+
+
+@pytest.mark.parametrize("does", ["", "complete", "turn over", "read", "count", "rebind"])
+def test_a_hook_of_ones_own_is_refused_by_name(does: str) -> None:
+    ours, eager = Line(capture(Own(does))), Line(Own(does if does == "turn over" else ""))
+    allowed = does in ("", "complete", "turn over")
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        if does == "count":
+            with pytest.raises(ConnectionError):
+                ours.step(0, fails=True)
+            ours.state = ours.hook.init(ours.spec)
+        for number in range(5):
+            assert torch.equal(ours.step(number).reshape(-1), eager.step(number).reshape(-1)), number
+    assert bool(ours.graphs) == allowed
+    assert not eager.graphs
+    assert len(raised) == (not allowed)
+    for message in (str(one.message) for one in raised):
+        assert message.startswith(f"capturing capture(Own(does='{does}'), enabled=True) on bucket 0")
+        assert ("not permitted when stream is capturing" if does == "read" else "into its state") in message
+
+
+class Alternating(Own):
+    def capture_key(self, turn: Turn) -> int:
+        return turn.step % 2
+
+    def reduce(self, grad: Tensor, state: Slots, turn: Turn) -> Reduction:
+        value = -grad if turn.step % 2 else grad.clone()
         yield all_reduce(value, op=ReduceOp.AVG)
         return Reduced(value, grad)
 
 
-@pytest.mark.parametrize("does", ["", "read", "count", "rebind"])
-def test_a_hook_of_ones_own_is_refused_by_name(does: str) -> None:
-    ours, eager = Line(capture(Own(does))), Line(Own())
-    with warnings.catch_warnings(record=True) as raised:
-        warnings.simplefilter("always")
-        for number in range(5):
-            assert torch.equal(ours.step(number), eager.step(number))
-    assert bool(ours.graphs) == (not does)
-    assert not eager.graphs
-    assert len(raised) == bool(does)
-    for message in (str(one.message) for one in raised):
-        assert message.startswith(f"capturing capture(Own(does='{does}'), enabled=True) on bucket 0")
-        assert ("not permitted when stream is capturing" if does == "read" else "into its state") in message
+_RANDOM = hooks.chain(hooks.random_k(0.1), hooks.mean())
+
+
+@pytest.mark.parametrize("hook", [Alternating(), Own(inner=_RANDOM), Own(inner=hooks.after(3, _RANDOM))], ids=repr)
+def test_what_hooks_inside_know_of_their_reductions_counts(hook: CommHook) -> None:
+    """A random choice is not repeated, and each kind of step has graphs of its own."""
+    ours, eager = Line(capture(hook)), Line(hook)
+    for number in range(8):
+        assert torch.equal(ours.step(number), eager.step(number)), number
+    assert ours.graphs == (2 if isinstance(hook, Alternating) else 0)
+
+
+def test_graphs_of_many_weights_are_forgotten() -> None:
+    line = Line(HOOKS["8 bits"])
+    for number in range(100):
+        turn = Turn(line.spec, 0, 1, number, donated=True, weight=1 + number)
+        line.reductions._bucket(line.hook, 0, line.buffer, line.state, turn)
+    assert 0 < len(line.reductions._buckets) <= cuda_graphs._MOST
+
+
+def test_sparse_gradients_are_not_captured() -> None:
+    line, sparse = Line(HOOKS["8 bits"]), torch.eye(3).to_sparse()
+
+    def start() -> Reduction:
+        return Reduced(sparse, sparse)
+        yield
+
+    turn = Turn(line.spec, 0, 1, 0)
+    assert line.reductions.run(start, line.hook, sparse, None, turn, lambda op: Finished(sparse)) is sparse

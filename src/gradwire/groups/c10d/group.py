@@ -119,12 +119,21 @@ class C10dGroup(Group):
 
     def submit(self, op: Collective) -> Work:
         backend, engine = self._backend(op.device)
+        if engine.stream_ordered and op.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            work = self._submit(op, backend, engine, in_graph=True)
+            work.settle_in_graph()
+            return work
+        return self._submit(op, backend, engine)
+
+    def _submit(self, op: Collective, backend: Any, engine: C10dEngine, *, in_graph: bool = False) -> C10dWork:
         if op.kind.is_p2p:
             work = self.begin(op, C10dWork)
+            work.in_graph = in_graph
             self._start_p2p(work, backend, engine)
             return work
         with self._order:
             work = self.begin(op, C10dWork)
+            work.in_graph = in_graph
             work.place = self._monitor.join()
             if self.size == 1 and is_identity(op):
                 work.finish()  # nothing to do, and some engines would make a pass over the data

@@ -8,6 +8,11 @@ Otherwise the watchdog's tick, which is soon enough for a Work that was dropped.
 An engine that orders streams has a stream of its own, which waits for what the caller has enqueued so far. Only
 a wait makes the waiter's current stream wait for that one: until then, what the caller enqueues overlaps with the operation.
 
+Note [Inside a CUDA graph]
+A graph that is captured runs later, or never: what is submitted to it is over when it has been submitted, in the order of the
+current stream. Its events must not be asked for, and those of earlier operations only by a thread whose capture mode is relaxed, or
+the capture fails.
+
 Note [CUDA tensors over a host engine]
 Gloo takes CUDA tensors and works on the host: it reads them in the order of the calling thread's current stream, and the result is
 ordered before later work on the waiting thread's current stream. But the current stream is thread-local: the lane and the poller
@@ -23,6 +28,7 @@ out closes all connections of the engine. So each message is waited for once, up
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -111,6 +117,14 @@ class C10dWork(Work):
         self._on_error: Callable[[BaseException], None] | None = None
         self._poller: CompletionPoller | None = None
         self._polled = False
+        self.in_graph = False
+        """Whether a CUDA graph is captured meanwhile. See [Inside a CUDA graph]."""
+
+    def settle_in_graph(self) -> None:
+        if not self.settled:
+            self._order()
+            self.native = self._event = None
+            self.finish()
 
     def watch(
         self, native: Any, on_error: Callable[[BaseException], None], poller: CompletionPoller, *, ordered: bool = False
@@ -140,7 +154,7 @@ class C10dWork(Work):
 
     def _poll_if_needed(self) -> None:
         needed = self._future is not None or self._callbacks or self.ledger.hooks or self.ledger.events
-        if needed and self._poller is not None and not self._polled and not self.settled:
+        if needed and self._poller is not None and not self._polled and not self.in_graph and not self.settled:
             self._polled = True
             self._poller.put(self)
 
@@ -154,7 +168,7 @@ class C10dWork(Work):
     def look(self) -> bool:
         """Settle if the engine is done, without waiting. True once settled."""
         native = self.native
-        if self._event is not None or (native is not None and native.is_completed()):
+        if not self.in_graph and (self._event is not None or (native is not None and native.is_completed())):
             return self.poll(_SLICE)
         return self.settled
 
@@ -218,6 +232,17 @@ class C10dWork(Work):
         return self._ordered or self._event is not None
 
 
+_relaxed = threading.local()
+
+
+def _relax_capture_mode() -> None:
+    """For this thread: see [Inside a CUDA graph]. torch has no function for it, so the driver is called."""
+    if torch.cuda.is_initialized() and not getattr(_relaxed, "done", False):
+        _relaxed.done = True
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(2)))
+
+
 class CompletionPoller:
     """The thread that settles Works no caller waits for. Started with the first; holds no reference to the group."""
 
@@ -237,6 +262,7 @@ class CompletionPoller:
     @staticmethod
     def settle_finished(ledger: Ledger) -> None:
         """Settle the operations in flight whose engine is done."""
+        _relax_capture_mode()
         for work in list(ledger.pending.values()):
             if isinstance(work, C10dWork):
                 work.look()
@@ -266,6 +292,7 @@ class CompletionPoller:
                 self._inside -= 1
 
     def _settle(self, work: C10dWork) -> None:
+        _relax_capture_mode()
         while not self.stopping and not work.poll(_SLICE):
             if work._event is not None or work._ordered:
                 time.sleep(0.0005)  # CUDA events can only be waited for without a timeout; polling can be stopped

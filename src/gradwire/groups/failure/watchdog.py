@@ -24,6 +24,7 @@ class Watchdog:
         self.interval = interval
         self._owners = owners
         self.running = False
+        self._check_failed = False
         self.on_tick: list[Callable[[], None]] = []
         self._ledgers: list[Ledger] = []
         self._lock = threading.Lock()
@@ -55,7 +56,14 @@ class Watchdog:
                 if now >= work.deadline:
                     ledger.expire(work)
         for check in self.on_tick:
-            check()
+            try:
+                check()
+            except Exception as error:  # deadlines are enforced all the same
+                if not self._check_failed:
+                    self._check_failed = True
+                    threading.excepthook(
+                        threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
+                    )
 
     def stop(self) -> None:
         with self._lock:

@@ -6,34 +6,47 @@ place, so the same kernels on the same addresses are the reduction of every step
 graph, and a step is one launch per segment, with the collectives in between. These are submitted as always: no graph contains
 one, so a rank may capture, or fall back, alone. Which reductions are alike is the hook's `capture_key`.
 
-The first reduction of a bucket runs eagerly: it compiles kernels and allocates workspaces. The second is captured, which computes
-and sends nothing, and then replayed. The result is copied to the bucket's buffer. All graphs share one memory pool. What a segment
-allocates is freed after its capture and used by the next bucket's: reductions of a device follow each other on one stream, so the
-collectives are given addresses, not tensors that would keep memory from the next bucket. A bucket with other parameters, memory or
-state is another one; with other parameters, all graphs are dropped.
+The first reduction of a bucket runs eagerly: it compiles kernels, and may put something into the state. After one that did not
+change what the state holds on the host, the next is captured, which computes and sends nothing, and then replayed. The result is
+copied to the bucket's buffer. All graphs share one memory pool. What a segment allocates is freed after its capture and used by the
+next bucket's: reductions of a device follow each other on one stream, so the collectives are given addresses, not tensors that
+would keep memory from the next bucket. A bucket with other parameters, memory or state is another one; with other parameters, all
+graphs are dropped.
+
+Note [What a capture disturbs]
+cuBLAS has a workspace for each stream, which torch frees when anyone compiles with CUDA graphs: graphs must not have that of the
+eager reductions, so it is freed before a capture, which allocates it in the graphs' pool. The garbage collector may free what must
+not be freed in a capture. The generator of the device is part of the capture: meanwhile another thread cannot draw from it, and
+after a capture that failed nobody can, until another one ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective
+from gradwire.collectives.aliasing import is_plain
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.pump import advance, pump
+from gradwire.hooks.state import held
 
 LARGEST_BUCKET = 64 * 2**20
 """In bytes. A larger one runs eagerly: its graphs would keep a multiple of its memory, and launches are little of its time."""
 _WORTH_IT = 16
 """Replays of a capture; a bucket whose memory or state changes sooner three times in a row is not captured again."""
+_MOST = 32
+"""Kinds of reductions that are kept for a bucket. With more, as if the weight changes in each step, all are forgotten."""
 
 Submit = Callable[[Collective], Any]
 
@@ -46,10 +59,12 @@ class _Bucket:
     state: Any
     wasted: int
     """Captures in a row that were replayed too few times."""
+    changed_state: bool | None = None
+    """Whether the last reduction, if there was one, changed what the state holds on the host."""
     segments: list[tuple[torch.cuda.CUDAGraph, Collective | None]] = field(default_factory=list)
     replays: int = 0
 
-    def changed(self, address: int, state: Any) -> _Bucket:
+    def moved(self, address: int, state: Any) -> _Bucket:
         """The bucket with other memory or state."""
         wasted = self.wasted + 1 if self.replays < _WORTH_IT else 0
         return _Bucket(address, state, wasted if self.segments else self.wasted)
@@ -58,7 +73,7 @@ class _Bucket:
 class CapturedReductions:
     """Runs the reductions of one hook on one model, captured where possible. See Note [Captured reductions]."""
 
-    enabled = os.environ.get("GRADWIRE_CAPTURE") == "1"
+    enabled = os.environ.get("GRADWIRE_CAPTURE") != "0"
     """For all models."""
 
     def __init__(self) -> None:
@@ -73,29 +88,19 @@ class CapturedReductions:
         self, start: Callable[[], Reduction], hook: CommHook, grad: Tensor, state: Any, turn: Turn, submit: Submit
     ) -> Tensor:
         """The value of the reduction that `start()` makes; on the current stream, which is not the default one."""
-        key = hook.capture_key(turn) if self.enabled and 0 < grad.nbytes <= LARGEST_BUCKET else None
-        if key is None or self._refused is hook or torch.cuda.is_current_stream_capturing():
+        fits = self.enabled and self._refused is not hook and not grad.is_sparse and 0 < grad.nbytes <= LARGEST_BUCKET
+        key = hook.capture_key(turn) if fits else None
+        if key is None or torch.cuda.is_current_stream_capturing():
             return _eager(start, submit)
-        if self._hook is not hook or self._specs.setdefault(turn.spec.index, turn.spec) is not turn.spec:
-            self.drop()
-            self._hook, self._specs[turn.spec.index] = hook, turn.spec
-        name, address = (turn.spec.index, key, turn.rank, turn.world_size, turn.divisor, turn.weight), grad.data_ptr()
-        bucket = self._buckets.get(name)
-        if bucket is None or bucket.address != address or bucket.state is not state:
-            self._buckets[name] = _Bucket(address, state, 0) if bucket is None else bucket.changed(address, state)
-            before = _on_host(state)
-            value = _eager(start, submit)
-            if _on_host(state) != before:
-                self._refuse(hook, turn, "it puts new tensors or numbers into its state")
-            return value
+        bucket = self._bucket(hook, key, grad, state, turn)
         if not bucket.segments:
+            if bucket.changed_state is not False:
+                return self._first_run(bucket, start, hook, turn, submit)
             if bucket.wasted >= 3 or torch.cuda.get_allocator_backend() != "native":  # others have no pools for graphs
                 return _eager(start, submit)
             try:
                 if self._first is None:
-                    self._first = torch.cuda.CUDAGraph()
-                    _begin(self._first, None)
-                    _end(self._first)
+                    self._first = _empty_graph()
                 bucket.segments = _capture(start(), grad, self._first.pool())
             except Exception as error:
                 self._refuse(hook, turn, str(error).partition("\n")[0])
@@ -106,6 +111,30 @@ class CapturedReductions:
             if op is not None:
                 submit(op).wait()
         return grad
+
+    def _bucket(self, hook: CommHook, key: Any, grad: Tensor, state: Any, turn: Turn) -> _Bucket:
+        known = self._specs.setdefault(turn.spec.index, turn.spec)
+        if self._hook is not hook or (known is not turn.spec and known != turn.spec):
+            self.drop()
+            self._hook, self._specs[turn.spec.index] = hook, turn.spec
+        name, address = (turn.spec.index, key, turn.rank, turn.world_size, turn.divisor, turn.weight), grad.data_ptr()
+        bucket = self._buckets.get(name)
+        if bucket is None and len(self._buckets) >= _MOST * len(self._specs):
+            self._buckets.clear()
+        if bucket is None or bucket.address != address or bucket.state is not state:
+            made = _Bucket(address, state, 0) if bucket is None else bucket.moved(address, state)
+            bucket = self._buckets[name] = made
+        return bucket
+
+    def _first_run(
+        self, bucket: _Bucket, start: Callable[[], Reduction], hook: CommHook, turn: Turn, submit: Submit
+    ) -> Tensor:
+        before, again = _on_host(bucket.state), bucket.changed_state
+        value = _eager(start, submit)
+        bucket.changed_state = _on_host(bucket.state) != before
+        if bucket.changed_state and again:  # not if it is only completed in the first reduction
+            self._refuse(hook, turn, "it puts new tensors or numbers into its state")
+        return value
 
     def drop(self) -> None:
         """Free all graphs and their memory."""
@@ -131,20 +160,41 @@ def _eager(start: Callable[[], Reduction], submit: Submit) -> Tensor:
 def _capture(reduction: Reduction, grad: Tensor, pool: Any) -> list[tuple[torch.cuda.CUDAGraph, Collective | None]]:
     """The segments of a reduction, each with the collective that follows; after the last, the value is in `grad`."""
     segments: list[tuple[torch.cuda.CUDAGraph, Collective | None]] = []
-    while not segments or segments[-1][1] is not None:
-        graph = torch.cuda.CUDAGraph()
-        _begin(graph, pool)
-        try:
-            step = advance(reduction)
-            if isinstance(step, Reduced) and step.value.data_ptr() != grad.data_ptr():
-                grad.copy_(step.value.view(-1))
-        except BaseException:
-            reduction.close()
-            _abandon(graph, grad.get_device(), pool)
-            raise
-        _end(graph)
-        segments.append((graph, None if isinstance(step, Reduced) else _by_address(step)))
+    with _undisturbed():
+        while not segments or segments[-1][1] is not None:
+            graph = torch.cuda.CUDAGraph()
+            _begin(graph, pool)
+            try:
+                step = advance(reduction)
+                if isinstance(step, Reduced):
+                    _put(step.value, grad)
+                _end(graph)
+            except BaseException:
+                reduction.close()
+                _abandon(graph, grad.get_device(), pool)
+                raise
+            segments.append((graph, None if isinstance(step, Reduced) else _by_address(step)))
     return segments
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """See Note [What a capture disturbs]."""
+    torch.cuda.current_blas_handle()  # which cannot be made in a capture
+    torch._C._cuda_clearCublasWorkspaces()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _put(value: Tensor, grad: Tensor) -> None:
+    if value.data_ptr() != grad.data_ptr() or not is_plain(value):
+        shares = value.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
+        grad.copy_(value.reshape(-1).clone() if shares else value.reshape(-1))
 
 
 def _begin(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
@@ -158,14 +208,23 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
         graph.capture_end()
 
 
+def _empty_graph() -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    _begin(graph, None)
+    _end(graph)
+    return graph
+
+
 def _abandon(graph: torch.cuda.CUDAGraph, device: int, pool: Any) -> None:
-    """End a capture that failed. torch leaves the allocator in it if CUDA has invalidated the capture."""
+    """End a capture that failed. torch leaves allocator and generator in it if CUDA has invalidated the capture."""
     try:
         graph.capture_end()
     except RuntimeError:
         with contextlib.suppress(AttributeError, RuntimeError):
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)
+        with contextlib.suppress(RuntimeError):
+            _empty_graph()
 
 
 def _by_address(op: Collective) -> Collective:
@@ -183,7 +242,7 @@ class _Memory:
 
 
 def _alias(t: Tensor) -> Tensor:
-    if not t.is_contiguous() or not t.nbytes:
+    if not is_plain(t) or not t.nbytes:
         return t
     return torch.as_tensor(_Memory(t), device=t.device).view(t.dtype).view(t.shape)
 
@@ -192,12 +251,6 @@ def _on_host(state: Any, depth: int = 4) -> list[Any]:
     """What a state holds on the host: addresses of tensors, and numbers. A captured reduction must not change it."""
     if isinstance(state, Tensor):
         return [state.data_ptr()]
-    if isinstance(state, int | float | str):
+    if isinstance(state, Number | str):
         return [state]
-    if isinstance(state, Mapping):
-        parts: Any = state.values()
-    elif isinstance(state, list | tuple):
-        parts = state
-    else:
-        parts = getattr(state, "__dict__", {}).values()
-    return [found for part in parts for found in _on_host(part, depth - 1)] if depth else []
+    return [found for part in held(state) for found in _on_host(part, depth - 1)] if depth else []

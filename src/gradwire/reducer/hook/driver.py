@@ -169,6 +169,7 @@ class Driver:
 
     def close(self) -> None:
         self._finalizer()
+        self.captured.drop()
 
 
 class _Single:

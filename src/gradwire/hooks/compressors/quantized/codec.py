@@ -26,9 +26,10 @@ def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
 
 
 def _clear_padding(message: Tensor, part: Part) -> None:
-    unused = message[:, part.scales_at + 4 * part.blocks : part.scales_at + -(-part.blocks // 4) * 16]
-    if unused.shape[1]:
-        unused.zero_()  # uninitialized memory is never sent
+    codes, scales = part.codes_at + part.blocks * part.block_bytes, part.scales_at + 4 * part.blocks
+    for begin, end in ((codes, part.scales_at), (scales, part.scales_at + -(-part.blocks // 4) * 16)):
+        if begin < end:
+            message[:, begin:end].zero_()  # uninitialized memory is never sent
 
 
 def decode(message: Tensor, out: Tensor, part: Part, factor: float | None = None) -> None:

@@ -19,7 +19,7 @@ from gradwire.hooks.compressors.quantized.layout import Part
 from gradwire.hooks.numerics.elementwise import float32
 from gradwire.hooks.numerics.triton_compat import kernel, tl
 
-TILE_ELEMENTS = 4096
+TILE_ELEMENTS = 1024
 """Elements per program, unless a single block is larger."""
 WARPS = 4
 PLAIN, FEEDBACK, MEAN = 0, 1, 2
