@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,16 +27,9 @@ def directory(tmp_path: Path) -> Iterator[str]:
         yield default_directory()
 
 
-def test_nothing_stays_and_nobody_hangs(directory: str) -> None:
+def test_nothing_stays_and_nobody_hangs(directory: str, warm_python: WarmPython) -> None:
     program = Path(__file__).with_name("kill_cycles.py")
-    done = subprocess.run(
-        [sys.executable, str(program), directory, str(CYCLES), "1"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # numpy starts no threads then
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = warm_python.run_file(program, directory, str(CYCLES), "1", timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     report = json.loads(done.stdout)
@@ -90,21 +82,13 @@ def test_a_rank_that_dies_while_it_writes_to_the_store_hangs_nobody(
 
 
 PROGRAM = Path(__file__).with_name("kill_meetings.py")
-
-
 REPEAT = os.environ.get("KILL_MEETINGS_REPEAT", "1")
 
 
 @pytest.mark.parametrize("kind", ["gloo", "split", "hierarchical", "shared_memory"])
-def test_all_survivors_name_the_rank(kind: str) -> None:
-    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # numpy starts no threads then
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), "--repeat", REPEAT, "--only", kind],
-        env={**os.environ, "KILL_MEETINGS_SLACK": "30", **one_thread},  # a loaded machine breaks no limit
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_all_survivors_name_the_rank(kind: str, warm_python: WarmPython) -> None:
+    slack = ("--slack", "30")  # a loaded machine breaks no limit
+    done = warm_python.run_file(PROGRAM, "--repeat", REPEAT, "--only", kind, *slack, timeout=600)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["problems"] == []
