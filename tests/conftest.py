@@ -26,6 +26,7 @@ from gradwire.testing.leftovers import prime
 from gradwire.testing.mpi import default_worlds
 from gradwire.testing.pool.process import LocalWorker, WorkerHandle
 from helpers import torch_world as worlds
+from helpers.fork_client import WHOLE_EXIT
 from helpers.warm_python import WarmPython, on_host
 
 # torch's TCPStore asks for the name of every peer that connects, 127.0.0.1 included. A name server that loses one question in
@@ -137,6 +138,12 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 def warm_python() -> WarmPython:
     """Starts processes that have torch imported already."""
     return WARM
+
+
+@pytest.fixture
+def whole_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm processes end as any process does, for tests of that."""
+    monkeypatch.setenv(WHOLE_EXIT, "1")
 
 
 @pytest.fixture

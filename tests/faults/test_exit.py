@@ -12,7 +12,7 @@ from helpers.warm_python import WarmPython
 
 LIMIT = 240
 """Seconds for a whole script: nothing here is about how long torch takes to import on a busy machine."""
-pytestmark = pytest.mark.timeout(LIMIT + 60)
+pytestmark = [pytest.mark.timeout(LIMIT + 60), pytest.mark.usefixtures("whole_exit")]
 
 PAIR = """
         import torch, torch.distributed as dist, threading

@@ -85,6 +85,7 @@ PROGRAM = Path(__file__).with_name("kill_meetings.py")
 REPEAT = os.environ.get("KILL_MEETINGS_REPEAT", "1")
 
 
+@pytest.mark.usefixtures("whole_exit")
 @pytest.mark.parametrize("kind", ["gloo", "split", "hierarchical", "shared_memory"])
 def test_all_survivors_name_the_rank(kind: str, warm_python: WarmPython) -> None:
     slack = ("--slack", "30")  # a loaded machine breaks no limit

@@ -12,6 +12,8 @@ import sys
 
 ADDRESS = "GRADWIRE_TESTS_FORK_SERVER"
 """The variable with the path of the server's socket."""
+WHOLE_EXIT = "GRADWIRE_TESTS_WHOLE_EXIT"
+"""The variable that is set if a fork must end as any process does: see `quick_exit.py`."""
 
 
 DIE_WITH_CLIENT = """

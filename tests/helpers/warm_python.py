@@ -70,10 +70,10 @@ def on_host(host: Host, code: str) -> str:
 
 
 PRELOADED = (
-    "torch._dynamo", "numba", "tqdm", "gradwire.hooks", "gradwire.interop", "gradwire.parallel", "gradwire.launch",
-    "gradwire.cli.run", "helpers.forked_python", "helpers.compiled_loops",
+    "helpers.quick_exit", "torch._dynamo", "numba", "tqdm", "gradwire.hooks", "gradwire.interop", "gradwire.parallel",
+    "gradwire.launch", "gradwire.cli.run", "helpers.forked_python", "helpers.compiled_loops",
 )  # fmt: skip
-"""What the server imports in addition to what ranks of `run_ranks` need."""
+"""What the server imports before what ranks of `run_ranks` need."""
 
 
 class WarmProcess:
@@ -125,7 +125,7 @@ class WarmPython:
 
     def __init__(self) -> None:
         self.server = default_server()
-        self.server.preload += PRELOADED
+        self.server.preload[:0] = PRELOADED
         self.server.path.append(str(Path(__file__).parents[1]))  # where `helpers` and `detection` are
         self._folder = ""
 

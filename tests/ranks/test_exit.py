@@ -9,6 +9,8 @@ import pytest
 
 from helpers.warm_python import WarmPython
 
+pytestmark = pytest.mark.usefixtures("whole_exit")
+
 PROGRAM = """
 import sys, torch, torch.distributed as dist, gradwire as gw
 from datetime import timedelta
