@@ -206,7 +206,7 @@ def bar(console: Console, what: str, rounds: int) -> Iterator[Callable[[int], No
 
 
 def _line(what: str, done: int, rounds: int) -> None:
-    if done * 10 // rounds > (done - 1) * 10 // rounds:
+    if done and done * 10 // rounds > (done - 1) * 10 // rounds:
         print(f"{what}: {done} of {rounds} rounds", file=sys.stderr, flush=True)
 
 
