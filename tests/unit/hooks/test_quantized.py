@@ -176,6 +176,27 @@ def test_compiled_loops_give_the_bits_of_torch(
     assert torch.equal(sums[0].view(torch.int32), sums[1].view(torch.int32))
 
 
+@needs_numba
+@pytest.mark.parametrize("hook", [*map(quantize, BITS), quantize(4, rounding="stochastic")], ids=repr)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_compiled_feedback_gives_the_bits_of_torch(hook: CommHook, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook, results = chain(error_feedback(), hook), []
+    for available in (True, False):
+        monkeypatch.setattr(loops, "available", lambda available=available: available)
+        assert codec.has_feedback(torch.ones(1), torch.zeros(1)) == available
+        states: Any = None
+        for step in range(4):
+            brought = [normal(1000, seed=9 * step + r) * torch.exp(3 * normal(1000, seed=r)) for r in range(ranks)]
+            brought[0][300] = (1.0, NAN, -INF, 0.0)[step]
+            brought[-1][512:] *= step != 2  # a block of zeros
+            divisor = max(1, ranks - 1) if step == 3 else None
+            done = simulate(hook, brought, states=states, step=step, donated=True, divisor=divisor)
+            states = done.states
+            results += [t.view(torch.int32).clone() for s in states for t in (done.reduced[0].value, s["residual"])]
+    half = len(results) // 2
+    assert all(map(torch.equal, results[:half], results[half:]))
+
+
 def test_the_device_kernels_can_be_imported_anywhere() -> None:
     assert callable(importlib.import_module("gradwire.hooks.compressors.quantized.kernels").quantize)
 

@@ -40,25 +40,26 @@ def decode(message: Tensor, out: Tensor, part: Part, factor: float | None = None
 
 def has_feedback(x: Tensor, residual: Tensor) -> bool:
     """Whether `quantize_sum` and `quantize_mean` are available."""
-    fused = x.is_cuda and x.is_floating_point() and x.itemsize <= 4 and residual.dtype == torch.float32
-    return fused and _implementation(x) is not eager
+    fits = x.is_floating_point() and x.itemsize <= 4 if x.is_cuda else x.dtype == torch.float32
+    return fits and residual.dtype == torch.float32 and _implementation(x) is not eager
 
 
-def quantize_sum(x: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None) -> None:
-    """As `quantize`, of `x` plus the residual, which becomes what the codes leave of that, or zero if it is not finite."""
+def quantize_sum(x: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None, own: int) -> None:
+    """As `quantize`, of `x` plus the residual, which becomes what the codes leave of that, or zero if it is not finite. That of row
+    `own` is final only after `quantize_mean`, which may need what `x` is by then there."""
     if part.blocks:
         _clear_padding(message, part)
-        _implementation(x).quantize_sum(x, residual, message, part, key)
+        _implementation(x).quantize_sum(x, residual, message, part, key, own)
 
 
 def quantize_mean(
-    received: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None, divisor: int
+    received: Tensor, mine: tuple[Tensor, Tensor], message: Tensor, part: Part, key: int | None, divisor: int
 ) -> None:
-    """As `quantize`, of the sum of the rows of `received` over `divisor`. Its rounding is sent by this rank: the residual, which is
-    that of this part, pays for it."""
+    """As `quantize`, of the sum of the rows of `received` over `divisor`. Its rounding is sent by this rank: the residual pays for
+    it. `mine` is the residual of this part, and what `quantize_sum` has left of `x` there."""
     if part.blocks:
         _clear_padding(message, part)
-        _implementation(received).quantize_mean(received, residual, message, part, key, divisor)
+        _implementation(received).quantize_mean(received, mine[0], message, part, key, divisor, mine[1])
 
 
 def _implementation(t: Tensor) -> Any:

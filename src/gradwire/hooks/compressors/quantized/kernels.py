@@ -30,13 +30,13 @@ def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
     _launch(x, x, x, message, part, key, PLAIN)
 
 
-def quantize_sum(x: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None) -> None:
-    """Quantize `x` plus the float32 `residual`, and keep in that what the codes leave."""
+def quantize_sum(x: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None, own: int = 0) -> None:
+    """Quantize `x` plus the float32 `residual`, and keep in that what the codes leave, in row `own` as in others."""
     _launch(x, residual, x, message, part, key, FEEDBACK)
 
 
 def quantize_mean(
-    received: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None, divisor: int
+    received: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None, divisor: int, sent: object = None
 ) -> None:
     """Quantize the sum of the rows of `received` over `divisor`. Its rounding error, times `divisor`, goes into `residual`."""
     _launch(received.view(torch.float32), residual, received, message, part, key, MEAN, received.shape[0], divisor)

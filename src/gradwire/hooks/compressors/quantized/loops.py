@@ -26,6 +26,8 @@ _UNIT = np.float32(2.0**-24)
 _MAGNITUDE, _INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 _SHUFFLE, _MIX, _STIR = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 _8, _13, _16 = np.uint32(8), np.uint32(13), np.uint32(16)
+_PLAIN, _SUM, _MEAN = 0, 1, 2
+"""What is quantized: a tensor, the sum of the residual and another, or a mean. The last two change the residual."""
 
 
 def available() -> bool:
@@ -33,12 +35,36 @@ def available() -> bool:
 
 
 def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
+    wide = x.to(torch.float32)
+    _run(wide, wide, wide, message, part, key, _PLAIN)
+
+
+def quantize_sum(x: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None, own: int) -> None:
+    """Note [The residual of the own row]
+    A rank sends the codes of its own row and the rounding of the mean, and what it keeps is the sum minus both, which are added up
+    first. So in that row the residual stays the whole sum, and `x` becomes what the codes stand for, until `quantize_mean`.
+    """
+    _run(residual, x, residual, message, part, key, _SUM, own)
+
+
+def quantize_mean(
+    received: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None, divisor: int, sent: Tensor
+) -> None:
+    mean = torch.empty(part.numel, dtype=torch.float32)
+    decode(received, mean, part, 1 / divisor)
+    _run(mean, sent, residual, message, part, key, _MEAN, divisor)
+
+
+def _run(
+    x: Tensor, other: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None, source: int, number: int = 0
+) -> None:  # fmt: skip
     run: Any = _quantize.compiled()
-    flat = _array(x.to(torch.float32))
+    flat = _array(x)
     codes, scales = _message(message)
     run(
         flat, flat.view(np.int32), codes.view(np.int8), scales, part.numel, message.shape[0], part.blocks, part.block, part.stride,
         part.codes_at, part.scales_at, part.bits, part.fraction, key is not None, np.uint32(key or 0),
+        source, _array(other), _array(residual), number,
     )  # fmt: skip
 
 
@@ -68,14 +94,20 @@ def _array(t: Tensor) -> Any:
 def _quantize(
     x: Any, x_bits: Any, codes: Any, scales: Any, numel: int, rows: int, blocks: int, block: int, stride: int,
     codes_at: int, scales_at: int, bits: int, fraction: int, stochastic: bool, key: Any,
+    source: int, other: Any, residual: Any, number: int,
 ) -> None:  # fmt: skip
-    """Scale, round and pack; see Note [The same bits in every implementation]."""
+    """Scale, round and pack; see Note [The same bits in every implementation].
+
+    Of a sum, `x` is the residual, to which `other` is added, and `number` the own row: see Note [The residual of the own row].
+    Of a mean, `other` is what was sent and `number` the divisor.
+    """
     small, byte = np.zeros(block, np.int8), np.zeros(block, np.int8)
     peak_word = np.zeros(1, np.int32)
     peak_value = peak_word.view(np.float32)
     nbytes = np.uint64(block * bits // 8)
     top = np.float32((1 << (bits - 1)) - 1) if bits > 1 else np.float32(1 << fraction)
     down = np.float32(1.0 / top)
+    divisor = np.float32(number)
     nothing = np.zeros(block, np.int8)  # codes of zeros
     if bits == 1:
         for j in range(block):
@@ -86,6 +118,10 @@ def _quantize(
             count = np.uint64(min(max(numel - (row * blocks + b) * block, 0), block))
             at = np.uint64(row * stride + codes_at + b * (block * bits // 8))
             scale_at = np.uint64((row * stride + scales_at) // 4 + b)
+            whole = count
+            if source == _SUM:
+                for j in range(count):
+                    x[first + j] += other[first + j]
 
             peak_bits = np.int32(0)  # the bits of non-negative floats are ordered like the floats, NaN last
             for j in range(count):
@@ -115,13 +151,6 @@ def _quantize(
                     low = (y + _ROUND) - _ROUND  # floor: rounded half to even, minus one if that was up
                     low = low - np.float32(1.0) if low > y else low
                     small[j] = np.int8(np.int32(low) + np.int32((y - low) > u))
-            elif bits == 8:
-                scales[scale_at] = peak * down
-                for j in range(count):
-                    codes[at + j] = np.int8(np.int32((x[first + j] * inverse + _ROUND) - _ROUND))
-                for j in range(count, nbytes):
-                    codes[at + j] = np.int8(0)
-                continue
             else:
                 scales[scale_at] = peak * down
                 for j in range(count):
@@ -149,6 +178,22 @@ def _quantize(
                         byte[j] = np.int8(np.int8(byte[j] << 1) | small[base + j])
                 for j in range(nbytes):
                     codes[at + j] = byte[j]
+                for j in range(whole):
+                    small[j] = np.int8(2 * small[j] - 1)
+
+            scale = scales[scale_at]
+            if source == _MEAN:
+                for j in range(whole):
+                    rounding = (np.float32(small[j]) * scale - x[first + j]) * divisor
+                    rest = residual[first + j] - (other[first + j] + rounding)
+                    residual[first + j] = rest if rest - rest == 0 else _ZERO
+            elif source == _SUM and row == number:
+                for j in range(whole):
+                    other[first + j] = np.float32(small[j]) * scale
+            elif source == _SUM:
+                for j in range(whole):
+                    rest = x[first + j] - np.float32(small[j]) * scale
+                    x[first + j] = rest if rest - rest == 0 else _ZERO
 
 
 @loop

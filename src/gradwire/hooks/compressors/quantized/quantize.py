@@ -70,7 +70,7 @@ class Quantize(CommHook):
                 if own.numel:  # this rank's slice: its error when it rounded the mean
                     rounded = torch.empty_like(mean)
                     codec.decode(answer, rounded, own)
-                    room.narrow(0, turn.rank * part.row, own.numel).add_(rounded.sub_(mean), alpha=turn.counted)
+                    room.narrow(0, turn.rank * part.row, own.numel).add_(rounded.sub_(mean).mul_(turn.counted))
                 section.slices.put(sent, room)
         gathered = received  # the same size, and no longer needed
         yield all_gather_into_tensor(gathered, answer, label=label)
@@ -85,7 +85,7 @@ class Quantize(CommHook):
     def reduce_with_residual(
         self, grad: Tensor, residual: Tensor, state: MessageLayout, turn: Turn
     ) -> Reduction | None:
-        """In three kernels, if the whole bucket has one bit width: see `codec.has_feedback`."""
+        """In three passes, if the whole bucket has one bit width: see `codec.has_feedback`."""
         whole = len(state.sections) == 1 and state.sections[0].slices.numel == grad.numel()
         fits = turn.donated and whole and codec.has_feedback(grad, residual)
         return self._reduce_with_residual(grad, residual, state, turn) if fits else None
@@ -95,10 +95,11 @@ class Quantize(CommHook):
         message = grad.new_empty((turn.world_size, part.stride), dtype=torch.uint8)
         own = part.owned_by(turn.rank)
         key = [parity(turn) if part.bits == 1 else next(keys) for _ in range(2)]
-        codec.quantize_sum(grad, residual, message, part, key[0])
+        codec.quantize_sum(grad, residual, message, part, key[0], turn.rank)
         received, answer = torch.empty_like(message), torch.empty_like(message[:1])
         yield all_to_all_single(received, message, label=label)
-        mine = residual.narrow(0, min(turn.rank * part.row, part.numel), own.numel)
+        start = min(turn.rank * part.row, part.numel)
+        mine = residual.narrow(0, start, own.numel), grad.narrow(0, start, own.numel)
         codec.quantize_mean(received, mine, answer, own, key[1], turn.counted)
         yield all_gather_into_tensor(received, answer, label=label)
         codec.decode(received, grad, part)
