@@ -119,6 +119,7 @@ def figures_of(race: Race) -> Figures:
             "steps": f"not in {curve.last.steps}" if point is None else point.steps,
             "seconds": f"not in {curve.last.seconds:.0f}" if point is None else point.seconds,
             "speedup": race.ratio(curve),
+            "link_busy": curve.busy,
             "points": [asdict(point) for point in curve.points],
         }
     columns = (
@@ -127,10 +128,12 @@ def figures_of(race: Race) -> Figures:
         Column("steps", "steps\nto target"),
         Column("seconds", "seconds\nto target", fixed(1)),
         Column("speedup", "speedup", fixed(1)),
+        Column("link_busy", "link\nbusy", lambda share: f"{share:.0%}"),
     )
     caption = (
         f"The target is {race.mark:.3f} nats per character, a thousandth above the final loss of torch's DDP. MB are what "
-        "one rank sends. Per step: mean over the whole run. Speedup: torch's seconds to the target divided by these."
+        "one rank sends. Per step: mean over the whole run. Speedup: torch's seconds to the target divided by these. Link busy: "
+        "sent while buckets were reduced, of what TCP sends over it in that time."
     )
     best = race.best.name if race.best is not None else ""
     return Figures(rows, columns, caption, title=f"{race.mbit:g} Mbit/s", first="contender", best=best)

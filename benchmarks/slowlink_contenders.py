@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore
 from benchmarks import peers
 from benchmarks.torch_hooks import TORCH_HOOKS
 from benchmarks.world import RankContext
+from gradwire.events import BucketFull, RankEvent, StepEnded
 from gradwire.groups import C10dGroup, Group, SharedMemoryGroup
 from gradwire.hooks.named import NAMED_HOOKS, NamedHook
 from gradwire.interop import as_process_group
@@ -47,6 +48,24 @@ class Simulated:
     latency_ms: float
 
 
+class Reductions:
+    """How long buckets were reduced, from the first that is full to the last average of a step, and what was sent meanwhile."""
+
+    def __init__(self, sent: Callable[[], float]) -> None:
+        self.seconds = self.nbytes = 0.0
+        self._sent = sent
+        self._since: tuple[float, float] | None = None
+
+    def __call__(self, event: RankEvent) -> None:
+        """Listens to a model."""
+        if self._since is None:
+            self._since = event.time, self._sent()
+        elif isinstance(event, StepEnded):
+            self.seconds += event.time - self._since[0]
+            self.nbytes += self._sent() - self._since[1]
+            self._since = None
+
+
 @dataclass(frozen=True, slots=True)
 class Wrapped:
     """A model over a link."""
@@ -56,6 +75,8 @@ class Wrapped:
     """The bytes that this rank has sent so far."""
     attach: Callable[[Any], object] = lambda optimizer: None
     """Attach the optimizer to the hook, if it needs one."""
+    reductions: Reductions | None = None
+    """What is known of them; of torch's DDP nothing."""
     keep: object = None
     """What must be kept alive until the rank ends: see Note [Who drops a process group]."""
 
@@ -71,7 +92,7 @@ class Contender:
     """The number of steps after which all replicas are equal."""
 
 
-def _sent_over_link() -> float:
+def sent_over_link() -> float:
     """As counted by the system: with all headers, and everything else that is sent."""
     return float(_COUNTER.read_text())
 
@@ -91,9 +112,11 @@ def _ours(hook: NamedHook) -> Contender:
         try:
             ddp = DistributedDataParallel(model, process_group=group)
             ddp.set_hook(hook.build())
-            sent = (lambda: group.sent_bytes) if isinstance(group, Throttled) else _sent_over_link
+            sent = (lambda: group.sent_bytes) if isinstance(group, Throttled) else sent_over_link
             attach: Callable[[Any], object] = ddp.attach_optimizer if hook.needs_optimizer else lambda optimizer: None
-            yield Wrapped(ddp, sent, attach)
+            reductions = Reductions(sent)
+            ddp.replica.reducer.events.listen(reductions, only=(BucketFull, StepEnded))
+            yield Wrapped(ddp, sent, attach, reductions)
             ddp.replica.detach()
         finally:
             group.close()
@@ -110,7 +133,7 @@ def _torchs(name: str, words: str, register: Callable[[Any], object]) -> Contend
             ):
                 ddp = nn.parallel.DistributedDataParallel(model)
                 register(ddp)
-                yield Wrapped(ddp, _sent_over_link, keep=ddp.process_group)
+                yield Wrapped(ddp, sent_over_link, keep=ddp.process_group)
             return
         group = _group(context, link, key)
         assert isinstance(group, Throttled)

@@ -12,12 +12,18 @@ plus a thousandth: sums in a different order already round differently. A conten
 target or less; the same rule applies to the reference. If replicas diverge between exchanges, only evaluations right after an
 exchange count, since before it there is no single model.
 
+Note [Whether the link is busy]
+While buckets are reduced, from the first that is full to the last average of a step, the link should carry as much as it can. How
+much that is, is measured first: plain TCP, every host to the next one, all at once. Both are counted as the system counts them.
+
 All contenders train the same model: weights, the order of the data and the optimizer depend only on the seed, the rank and the
 step, never on the averaging.
 """
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +32,9 @@ from types import MappingProxyType
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
 
-from benchmarks.slowlink_contenders import CONTENDERS, Contender, Simulated, Wrapped
+from benchmarks.slowlink_contenders import CONTENDERS, Contender, Simulated, Wrapped, sent_over_link
 from benchmarks.world import RankContext
 from gradwire.cli.demo.model import ALPHABET, Corpus, Shape, Transformer, even_windows, random_windows, standard_library
 from gradwire.cli.demo.model import SIZES as DEMO_SIZES
@@ -40,6 +47,7 @@ SIZES: Mapping[str, Shape] = MappingProxyType(
     }
 )
 """`10m` has 10.7 million parameters, 43 MB of gradients; the others are for quick tests, and for other rates."""
+_RATE_SECONDS = 2.0
 _EXAM = 16
 """Windows of held-out text, on which the loss is measured."""
 _WARM_UP = 5
@@ -131,6 +139,8 @@ class Curve:
 
     name: str
     points: tuple[Point, ...]
+    busy: float | None = None
+    """How much of what the link could carry was sent while buckets were reduced: see Note [Whether the link is busy]."""
 
     @property
     def last(self) -> Point:
@@ -171,11 +181,47 @@ def run_contenders(plan: Plan, context: RankContext) -> list[Curve]:
     corpus = standard_library()
     curves: list[Curve] = []
     kept: list[object] = []
+    rate = link_rate(context) if plan.link is None else plan.link.mbit * 1e6 / 8
     for name in plan.names:
         contender = CONTENDERS[name]
         _try(plan, contender, corpus, context, kept)
-        curves.append(_run(plan, contender, corpus, context, kept, curves[0] if curves else None))
+        curves.append(_run(plan, contender, corpus, context, kept, curves[0] if curves else None, rate))
     return curves
+
+
+def link_rate(context: RankContext) -> float:
+    """The bytes per second that this host's link carries: see Note [Whether the link is busy]."""
+    store = context.store
+    assert isinstance(store, TCPStore)  # as it is where ranks are on hosts
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((store.host, store.port))  # a datagram socket: nothing is sent
+        here = probe.getsockname()[0]
+    with socket.create_server((here, 0)) as server:
+        store.set(f"link {context.rank}", f"{here} {server.getsockname()[1]}")
+        there, port = store.get(f"link {(context.rank + 1) % context.size}").decode().split()
+        with socket.create_connection((there, int(port)), context.timeout) as out, server.accept()[0] as came:
+            end = time.perf_counter() + 2 * _RATE_SECONDS
+
+            def send() -> None:
+                while time.perf_counter() < end:
+                    out.sendall(bytes(1 << 18))
+                out.shutdown(socket.SHUT_WR)
+
+            def receive() -> None:
+                while came.recv(1 << 18):
+                    pass
+
+            threads = [threading.Thread(target=target) for target in (send, receive)]
+            for thread in threads:
+                thread.start()
+            time.sleep(_RATE_SECONDS / 2)  # until the connection has its speed
+            begin, sent = time.perf_counter(), sent_over_link()
+            time.sleep(_RATE_SECONDS)
+            rate = (sent_over_link() - sent) / (time.perf_counter() - begin)
+            for thread in threads:
+                thread.join()
+    context.report(None)
+    return rate
 
 
 def _try(plan: Plan, contender: Contender, corpus: Corpus, context: RankContext, kept: list[object]) -> None:
@@ -192,7 +238,13 @@ def _try(plan: Plan, contender: Contender, corpus: Corpus, context: RankContext,
 
 
 def _run(
-    plan: Plan, contender: Contender, corpus: Corpus, context: RankContext, kept: list[object], reference: Curve | None
+    plan: Plan,
+    contender: Contender,
+    corpus: Corpus,
+    context: RankContext,
+    kept: list[object],
+    reference: Curve | None,
+    rate: float,
 ) -> Curve:
     model = start(plan.size, plan.seed)
     with contender.wrap(model, context, plan.link, contender.name) as wrapped:
@@ -208,11 +260,13 @@ def _run(
             over = _agree(
                 context, f"{contender.name} {learner.steps}", _is_over(plan, points, contender.name, reference)
             )
+            found = wrapped.reductions
+            busy = found.nbytes / (rate * found.seconds) if found is not None and found.seconds else None
             if context.rank == 0:
-                done = Curve(contender.name, tuple(points)) if over else None
+                done = Curve(contender.name, tuple(points), busy) if over else None
                 context.report(News(contender.name, points[-1], done))
         context.barrier.wait()
-    return Curve(contender.name, tuple(points))
+    return Curve(contender.name, tuple(points), busy)
 
 
 def _stretch(

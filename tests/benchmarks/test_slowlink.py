@@ -221,5 +221,7 @@ def test_a_small_run_over_a_simulated_link(tmp_path, capsys):
     assert list(ways) == ["torch", "mean", "torch-fp16"]
     assert ways["mean"]["points"][-1]["loss"] == pytest.approx(ways["torch"]["points"][-1]["loss"], rel=1e-4)
     assert ways["mean"]["steps"] == 4
+    assert ways["torch"]["link_busy"] is None
+    assert 0.2 < ways["mean"]["link_busy"] < 1.05
     assert ways["torch-fp16"]["bytes_per_step"] == pytest.approx(ways["torch"]["bytes_per_step"] / 2, rel=0.05)
     assert files[1].stat().st_size > 1000
