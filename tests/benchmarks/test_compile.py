@@ -83,6 +83,7 @@ def test_a_wrong_value_is_refused(argv: list[str], message: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     size = ["--blocks", "1", "--width", "8", "--tokens", "4", "--batch", "1", "--steps", "2", "--backend", "aot_eager"]

@@ -54,6 +54,7 @@ def test_a_wrong_argument_is_named(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_it_measures_collectives(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     file = tmp_path / "found.json"
