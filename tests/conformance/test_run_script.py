@@ -103,7 +103,7 @@ time.sleep(100)
 '''
 
 
-@pytest.mark.parametrize("options", [[], ["--no-record"], ["--observe"], ["--replace-ddp"]], ids=" ".join)
+@pytest.mark.parametrize("options", [[], ["--no-record"], ["--observe", "--replace-ddp"]], ids=" ".join)
 def test_a_quoted_traceback_is_part_of_a_message(options: list[str], start) -> None:
     code, _, err = start(QUOTING, "script", *options, ranks=2)
     assert code == 1
