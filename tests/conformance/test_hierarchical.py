@@ -43,7 +43,10 @@ LAYOUTS = {
 ranks are interleaved. `test_groups.py` has "2 + 2"."""
 
 
-DATA = check_names()[: check_names().index("split")]
+MEMORY = ("layouts", "dtypes_without_arithmetic", "channels_last", "gaps", "leaves", "inference_tensors")
+"""`lower` makes plain tensors of what these pass, before it matters who is where. "3 + 2" and "2 + 2" run them."""
+
+DATA = tuple(name for name in check_names()[: check_names().index("split")] if name not in MEMORY)
 """The checks that depend on who is where: what reduces, moves and sends."""
 
 SUBGROUPS = tuple(name for name in check_names() if name.startswith("split"))
@@ -52,8 +55,10 @@ SUBGROUPS = tuple(name for name in check_names() if name.startswith("split"))
 @pytest.mark.parametrize("name", ["leaders", "one each", "one host", "2 + 2 + 2"])
 def test_data_on_every_layout(name: str) -> None:
     layout = LAYOUTS[name]
-    report = check_group(lambda fn: run_ranks(fn, layout.size, kind="threads", wrap=by(layout)), only=DATA)
-    assert report.ran == DATA
+    # Three hosts take the steps of two, which run it on the same memory, and six ranks take longest.
+    names = tuple(check for check in DATA if check != "aliasing" or name != "2 + 2 + 2")
+    report = check_group(lambda fn: run_ranks(fn, layout.size, kind="threads", wrap=by(layout)), only=names)
+    assert report.ran == names
 
 
 def test_everything_without_a_store() -> None:
