@@ -34,6 +34,9 @@ class Mean(CommHook):
             yield all_reduce(value, op=ReduceOp.SUM, label=label)
         return Reduced(value, grad)
 
+    def capture_key(self, turn: Turn) -> int:
+        return 0
+
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return None if spec.sparse else 2 * (world_size - 1) / world_size * spec.nbytes
 

@@ -21,7 +21,7 @@ from gradwire.collectives.lower import as_bytes
 from gradwire.errors import GradwireError, HookError
 from gradwire.hooks import BucketSpec, CommHook, Reduced, chain, error_feedback
 from gradwire.hooks.arguments import check_hooks
-from gradwire.hooks.base import Trait
+from gradwire.hooks.base import Trait, Turn
 from gradwire.testing.simulate import Simulation, simulate
 
 SHAPES: tuple[tuple[int, ...], ...] = ((16, 8), (16,), (), (0,), (3, 5, 2))
@@ -108,6 +108,20 @@ def repeatable(trial: HookTrial) -> Iterator[str]:
     for rank, (a, b) in enumerate(zip(one.reduced, two.reduced, strict=True)):
         if not _same(a.value, b.value):
             yield f"rank {rank} has {_differ(a.value, b.value)} in a second run"
+
+
+def alike(trial: HookTrial) -> Iterator[str]:
+    """Turns with the same `capture_key` make the same of the same gradients."""
+    seen: dict[Any, tuple[int, Simulation]] = {}
+    for step in range(4):
+        key = trial.hook.capture_key(Turn(trial.spec, 0, trial.ranks, step, donated=True))
+        if key is None:
+            continue
+        done = trial.run(trial.gradients(), step=step)
+        other, known = seen.setdefault(key, (step, done))
+        for rank, (a, b) in enumerate(zip(done.reduced, known.reduced, strict=True)):
+            if not _same(a.value, b.value):
+                yield f"capture_key is {key!r} in steps {other} and {step}, but rank {rank} has {_differ(a.value, b.value)}"
 
 
 def mean_of_sent(trial: HookTrial) -> Iterator[str]:
@@ -245,7 +259,7 @@ def passes_nonfinite(trial: HookTrial) -> Iterator[str]:
 
 
 # `repeatable` is first: randomness without a seed breaks other laws too.
-LAWS: tuple[Law, ...] = (repeatable, agree, kept, unwritten, mean_of_sent, pays_back, counted, saved)
+LAWS: tuple[Law, ...] = (repeatable, alike, agree, kept, unwritten, mean_of_sent, pays_back, counted, saved)
 LAWS += (from_nothing, recovers, passes_nonfinite)
 
 

@@ -12,11 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradwire import hooks
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.collectives.reference import perform
+from gradwire.errors import HookError, UsageError
 from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, capture
 from gradwire.reducer.hook import cuda_graphs
 from gradwire.reducer.hook.cuda_graphs import CapturedReductions
 from gradwire.reducer.hook.driver import Finished
 from gradwire.runtime import jit
+from gradwire.testing import check_hook
+from gradwire.testing.laws import alike
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -111,6 +114,9 @@ HOOKS = {
     "majority": hooks.sign("majority"),
     "power_sgd": hooks.chain(_FED, hooks.power_sgd(rank=2)),
     "demo": hooks.decoupled_momentum(chunk=8, k=3),
+    "after": hooks.after(2, hooks.chain(_FED, hooks.quantize())),
+    "every": hooks.every(3, hooks.chain(_FED, hooks.quantize())),
+    "by name": hooks.partition({"b": hooks.mean(), "*": hooks.chain(_FED, hooks.power_sgd(rank=2))}),
 }
 
 
@@ -122,7 +128,7 @@ def test_the_same_bits_as_eagerly(name: str) -> None:
         for line in (ours, eager):
             if number == 9:
                 with pytest.raises(ConnectionError):
-                    line.step(100, fails=True)
+                    line.step(101, fails=True)
             if number in (12, 16):
                 assert bool(line.graphs) == (line is ours)
                 line.reload(line.spec if number == 12 else _spec("b", "a"))
@@ -149,6 +155,8 @@ class Own(CommHook):
 
     def reduce(self, grad: Tensor, state: Slots, turn: Turn) -> Reduction:
         value = grad + state.last
+        if self.does == "alternate" and turn.step % 2:
+            value = -value
         if self.does == "read" and float(value.sum()) == 1:
             value = -value
         state.steps = 1 if self.does == "complete" else state.steps + (self.does == "count")
@@ -198,13 +206,27 @@ class Alternating(Own):
 _RANDOM = hooks.chain(hooks.random_k(0.1), hooks.mean())
 
 
-@pytest.mark.parametrize("hook", [Alternating(), Own(inner=_RANDOM), Own(inner=hooks.after(3, _RANDOM))], ids=repr)
-def test_what_hooks_inside_know_of_their_reductions_counts(hook: CommHook) -> None:
+def test_a_hook_of_ones_own_inside_is_named() -> None:
+    with pytest.raises(UsageError, match=r"Own\(does=''\) inside is not gradwire's. Apply it to that"):
+        capture(hooks.after(3, hooks.chain(_FED, Own())))
+    assert Line(capture(hooks.after(3, capture(Own())))).step(0) is not None
+
+
+def test_keys_are_tested() -> None:
+    check_hook(Alternating(), laws=[alike])
+    with pytest.raises(HookError, match=r"'alike' does not hold: capture_key is \(\) in steps 0 and 1, but rank 0 has"):
+        check_hook(capture(Own("alternate")), laws=[alike])
+
+
+@pytest.mark.parametrize(
+    ("hook", "graphs"), [(Alternating(), 2), (Own(inner=_RANDOM), 0), (Own(inner=hooks.after(3, _RANDOM)), 1)], ids=repr
+)
+def test_what_hooks_inside_know_of_their_reductions_counts(hook: CommHook, graphs: int) -> None:
     """A random choice is not repeated, and each kind of step has graphs of its own."""
     ours, eager = Line(capture(hook)), Line(hook)
     for number in range(8):
         assert torch.equal(ours.step(number), eager.step(number)), number
-    assert ours.graphs == (2 if isinstance(hook, Alternating) else 0)
+    assert ours.graphs == graphs
 
 
 def test_graphs_of_many_weights_are_forgotten() -> None:

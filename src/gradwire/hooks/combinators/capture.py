@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwire.errors import UsageTypeError
+from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.base import CommHook, Reduction, Turn
 from gradwire.hooks.composite import Wrapped
 from gradwire.hooks.periodic.base import OuterHook
@@ -36,37 +36,53 @@ class Capture(Wrapped):
 
 
 def _keyed(hook: Any, depth: int = 4) -> list[CommHook]:
-    if isinstance(hook, CommHook) and (_is_ours(hook) or type(hook).capture_key is not CommHook.capture_key):
+    if isinstance(hook, CommHook) and not _is_silent(hook):
         return [hook]
     return [found for part in held(hook) for found in _keyed(part, depth - 1)] if depth else []
 
 
-def _is_ours(hook: CommHook) -> bool:
-    return type(hook).__module__.startswith("gradwire.")
+def _silent(hook: Any, depth: int = 8) -> CommHook | None:
+    if isinstance(hook, CommHook) and _is_silent(hook):
+        return hook
+    inside = [] if isinstance(hook, Capture) or not depth else held(hook)
+    return next((found for part in inside if (found := _silent(part, depth - 1))), None)
+
+
+def _is_silent(hook: CommHook) -> bool:
+    """Whether it is a user's, and does not state which of its reductions are alike."""
+    return not type(hook).__module__.startswith("gradwire.") and type(hook).capture_key is CommHook.capture_key
 
 
 def capture(hook: CommHook, *, enabled: bool = True) -> CommHook:
     """Record a hook of your own as CUDA graphs, or (`enabled=False`) do not record one of gradwire's.
 
     On CUDA a hook of many small kernels takes more time on the host than on the device. A captured one takes one launch between two
-    collectives, and more memory. gradwire's hooks are captured where that is possible (not with random numbers, nor with sizes that
-    change), and `capture` returns them as they are. For a hook of your own it states that `reduce` does the same in every step: the
-    same kernels and collectives, on tensors of the same sizes, with state changed in place and no tensor read on the host. If not,
-    a warning names the reason, and it runs eagerly. What depends on `turn.step` can be in the key that `CommHook.capture_key`
-    returns; hooks of gradwire's inside yours are asked for theirs.
+    collectives. `quantize`, `sign`, `top_k`, `power_sgd`, `dgc` and `decoupled_momentum` are captured, unless with random numbers,
+    also inside `error_feedback`, `after`, `every`, `partition`, `masked` and `by_size`; `capture` returns them as they are. For a
+    hook of your own it states that `reduce` does the same in every step: the same kernels and collectives, on tensors of the same
+    sizes, with state changed in place and no tensor read on the host. A host read, another size or a new tensor in the state is
+    noticed: a warning names it, and the hook runs eagerly. What is decided by `turn.step`, by the host's random numbers, or done
+    outside of tensors is not: it would be as in the first steps. Put it into the key that `CommHook.capture_key` returns, which is
+    enough without `capture`. `testing.check_hook` tests keys.
 
     While a hook is captured, in one of its first steps, no other thread may draw random numbers from the device's default
     generator: torch raises there. Give such a thread a `torch.Generator` of its own, or set GRADWIRE_CAPTURE=0 before gradwire is
     imported, which turns capturing off.
 
-    >>> from gradwire.hooks import mean, quantize
+    >>> from gradwire.hooks import quantize
     >>> capture(quantize(bits=8)) == quantize(bits=8)
     True
-    >>> capture(mean(), enabled=False)
-    capture(mean(), enabled=False)
+    >>> capture(quantize(bits=8), enabled=False).capture_key(None) is None
+    True
     """
     if not isinstance(hook, CommHook):
         raise UsageTypeError(
             f"capture({hook!r}): `hook` must be a CommHook. Apply it to the inner hook: chain(stage, capture(hook))."
         )
-    return hook if isinstance(hook, OuterHook) or (enabled and _is_ours(hook)) else Capture(hook, enabled, _keyed(hook))
+    if not enabled:
+        return hook if isinstance(hook, OuterHook) else Capture(hook, enabled, [])
+    if not _is_silent(hook) and (yours := _silent(hook)) is not None:
+        raise UsageError(
+            f"capture({hook!r}): {yours!r} inside is not gradwire's. Apply it to that: capture({yours!r})."
+        )
+    return Capture(hook, enabled, _keyed(hook)) if _is_silent(hook) else hook

@@ -125,6 +125,10 @@ class Partition(Composite):
                 part.slices.put(sent, reduced.sent)
         return Reduced(value, sent)
 
+    def capture_key(self, turn: Turn) -> Any:
+        keys = tuple(hook.capture_key(turn) for hook in self.parts.values())
+        return None if None in keys else keys
+
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         counts = [part.hook.wire_bytes(part.spec, world_size, step) for part in self.divide(spec)]
         known = [count for count in counts if count is not None]

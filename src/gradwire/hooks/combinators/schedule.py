@@ -33,6 +33,11 @@ class _ByStep(Composite):
         name, step = self.at(turn.step)
         return (yield from self.parts[name].reduce(grad, state[name], replace(turn, step=step)))
 
+    def capture_key(self, turn: Turn) -> Any:
+        name, step = self.at(turn.step)
+        key = self.parts[name].capture_key(replace(turn, step=step))
+        return None if key is None else (name, key)
+
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         name, step = self.at(step)
         return self.parts[name].wire_bytes(spec, world_size, step)
@@ -141,6 +146,12 @@ class Every(Composite):
         value, sent = yield from self.hook.reduce(total, state["hook"], inner)
         kept.zero_()
         return Reduced(value, sent if share == 1.0 else sent / share)
+
+    def capture_key(self, turn: Turn) -> Any:
+        if (turn.step + 1) % self.n:
+            return "kept"
+        key = self.hook.capture_key(replace(turn, step=turn.step // self.n, divisor=None))
+        return None if key is None else ("sent", key)
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return 0.0 if (step + 1) % self.n else self.hook.wire_bytes(spec, world_size, step // self.n)
