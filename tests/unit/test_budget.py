@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "gradwire"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-CODE_LINES = 31_500
-PHYSICAL_LINES = 45_600
+CODE_LINES = 31_510
+PHYSICAL_LINES = 45_610
 SHARE_OF_TEXT = 0.28
 TEST_LINES = 48_400
 

@@ -61,7 +61,7 @@ def bundle(**parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def held(value: Any) -> list[Any]:
-    """What a container contains, or the attributes of anything else."""
+    """What a container contains, or anything else has as attributes."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, Sequence | Set):

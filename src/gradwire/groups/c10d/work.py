@@ -9,9 +9,8 @@ An engine that orders streams has a stream of its own, which waits for what the 
 a wait makes the waiter's current stream wait for that one: until then, what the caller enqueues overlaps with the operation.
 
 Note [Inside a CUDA graph]
-A graph that is captured runs later, or never: what is submitted to it is over when it has been submitted, in the order of the
-current stream. Its events must not be asked for, and those of earlier operations only by a thread whose capture mode is relaxed, or
-the capture fails.
+What is submitted while a graph is captured runs later, or never: it is over at once, in the order of the current stream. Its
+events must not be asked for, and those of earlier operations only by a thread in relaxed capture mode, or the capture fails.
 
 Note [CUDA tensors over a host engine]
 Gloo takes CUDA tensors and works on the host: it reads them in the order of the calling thread's current stream, and the result is
@@ -117,8 +116,7 @@ class C10dWork(Work):
         self._on_error: Callable[[BaseException], None] | None = None
         self._poller: CompletionPoller | None = None
         self._polled = False
-        self.in_graph = False
-        """Whether a CUDA graph is captured meanwhile. See [Inside a CUDA graph]."""
+        self.in_graph = False  # whether a CUDA graph is captured meanwhile: see [Inside a CUDA graph]
 
     def settle_in_graph(self) -> None:
         if not self.settled:

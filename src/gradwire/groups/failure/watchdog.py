@@ -8,6 +8,7 @@ interpreter lock back and forth, which costs more than a small operation. Instea
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -58,12 +59,10 @@ class Watchdog:
         for check in self.on_tick:
             try:
                 check()
-            except Exception as error:  # deadlines are enforced all the same
+            except Exception:  # deadlines are enforced all the same
                 if not self._check_failed:
                     self._check_failed = True
-                    threading.excepthook(
-                        threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
-                    )
+                    threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self._thread)))
 
     def stop(self) -> None:
         with self._lock:

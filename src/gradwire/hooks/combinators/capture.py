@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,7 @@ from gradwire.hooks.state import held
 @dataclass(frozen=True, slots=True, repr=False)
 class Capture(Wrapped):
     enabled: bool
-    keyed: list[CommHook] = field(compare=False)
-    """The hook, or those in it, that state which of their reductions are alike."""
+    keyed: list[CommHook] = field(compare=False)  # those in it that state which of their reductions are alike
 
     @property
     def passes_nonfinite(self) -> bool:
@@ -35,17 +35,11 @@ class Capture(Wrapped):
         return f"capture({self.inner!r}, enabled={self.enabled})"
 
 
-def _keyed(hook: Any, depth: int = 4) -> list[CommHook]:
-    if isinstance(hook, CommHook) and not _is_silent(hook):
+def _find(hook: Any, wanted: Callable[[CommHook], bool], depth: int = 8) -> list[CommHook]:
+    if isinstance(hook, CommHook) and wanted(hook):
         return [hook]
-    return [found for part in held(hook) for found in _keyed(part, depth - 1)] if depth else []
-
-
-def _silent(hook: Any, depth: int = 8) -> CommHook | None:
-    if isinstance(hook, CommHook) and _is_silent(hook):
-        return hook
-    inside = [] if isinstance(hook, Capture) or not depth else held(hook)
-    return next((found for part in inside if (found := _silent(part, depth - 1))), None)
+    walks = depth > 0 and isinstance(hook, (CommHook, dict, list, tuple)) and type(hook) is not Capture
+    return [found for part in (held(hook) if walks else ()) for found in _find(part, wanted, depth - 1)]
 
 
 def _is_silent(hook: CommHook) -> bool:
@@ -56,18 +50,16 @@ def _is_silent(hook: CommHook) -> bool:
 def capture(hook: CommHook, *, enabled: bool = True) -> CommHook:
     """Record a hook of your own as CUDA graphs, or (`enabled=False`) do not record one of gradwire's.
 
-    On CUDA a hook of many small kernels takes more time on the host than on the device. A captured one takes one launch between two
-    collectives. `quantize`, `sign`, `top_k`, `power_sgd`, `dgc` and `decoupled_momentum` are captured, unless with random numbers,
-    also inside `error_feedback`, `after`, `every`, `partition`, `masked` and `by_size`; `capture` returns them as they are. For a
-    hook of your own it states that `reduce` does the same in every step: the same kernels and collectives, on tensors of the same
-    sizes, with state changed in place and no tensor read on the host. A host read, another size or a new tensor in the state is
-    noticed: a warning names it, and the hook runs eagerly. What is decided by `turn.step`, by the host's random numbers, or done
-    outside of tensors is not: it would be as in the first steps. Put it into the key that `CommHook.capture_key` returns, which is
-    enough without `capture`. `testing.check_hook` tests keys.
+    A captured hook takes the host one launch between two collectives. `quantize`, `sign`, `top_k`, `power_sgd`, `dgc` and
+    `decoupled_momentum` are captured, unless with random numbers, also inside `error_feedback`, `after`, `every`, `partition`,
+    `masked` and `by_size`. For a hook of your own, `capture` states that `reduce` does the same in every step: the same kernels and
+    collectives on tensors of the same sizes, with state changed in place and no tensor read on the host. A read, another size or a
+    new tensor in the state is noticed: a warning names it, and the hook runs eagerly. What `turn.step` or the host's random numbers
+    decide, or Python does besides, is not: it would be as in the first steps. Put it into the key that `CommHook.capture_key`
+    returns, which is enough without `capture`; `testing.check_hook` tests keys.
 
-    While a hook is captured, in one of its first steps, no other thread may draw random numbers from the device's default
-    generator: torch raises there. Give such a thread a `torch.Generator` of its own, or set GRADWIRE_CAPTURE=0 before gradwire is
-    imported, which turns capturing off.
+    Meanwhile, in one of the first steps, torch refuses other threads random numbers from the device's default generator: give them
+    a `torch.Generator` of their own, or set GRADWIRE_CAPTURE=0 before gradwire is imported, which turns capturing off.
 
     >>> from gradwire.hooks import quantize
     >>> capture(quantize(bits=8)) == quantize(bits=8)
@@ -81,8 +73,8 @@ def capture(hook: CommHook, *, enabled: bool = True) -> CommHook:
         )
     if not enabled:
         return hook if isinstance(hook, OuterHook) else Capture(hook, enabled, [])
-    if not _is_silent(hook) and (yours := _silent(hook)) is not None:
-        raise UsageError(
-            f"capture({hook!r}): {yours!r} inside is not gradwire's. Apply it to that: capture({yours!r})."
-        )
-    return Capture(hook, enabled, _keyed(hook)) if _is_silent(hook) else hook
+    if _is_silent(hook):
+        return Capture(hook, enabled, _find(hook, lambda inside: not _is_silent(inside)))
+    for own in _find(hook, _is_silent):
+        raise UsageError(f"capture({hook!r}): {own!r} inside is not gradwire's. Apply it to that: capture({own!r}).")
+    return hook

@@ -6,18 +6,15 @@ place, so the same kernels on the same addresses are the reduction of every step
 graph, and a step is one launch per segment, with the collectives in between. These are submitted as always: no graph contains
 one, so a rank may capture, or fall back, alone. Which reductions are alike is the hook's `capture_key`.
 
-The first reduction of a bucket runs eagerly: it compiles kernels, and may put something into the state. After one that did not
-change what the state holds on the host, the next is captured, which computes and sends nothing, and then replayed. The result is
-copied to the bucket's buffer. All graphs share one memory pool. What a segment allocates is freed after its capture and used by the
-next bucket's: reductions of a device follow each other on one stream, so the collectives are given addresses, not tensors that
-would keep memory from the next bucket. A bucket with other parameters, memory or state is another one; with other parameters, all
-graphs are dropped.
+The first reduction of a bucket runs eagerly: it compiles kernels, and may complete the state. After one that changed nothing that
+the state holds on the host, the next is captured, which computes and sends nothing, and then replayed. All graphs share one memory
+pool. What a segment allocates is freed after its capture and used by the next bucket's: reductions of a device follow each other on
+one stream, so the collectives are given addresses, not tensors that would keep memory from the next bucket.
 
 Note [What a capture disturbs]
-cuBLAS has a workspace for each stream, which torch frees when anyone compiles with CUDA graphs: graphs must not have that of the
-eager reductions, so it is freed before a capture, which allocates it in the graphs' pool. The garbage collector may free what must
-not be freed in a capture. The generator of the device is part of the capture: meanwhile another thread cannot draw from it, and
-after a capture that failed nobody can, until another one ends.
+cuBLAS has a workspace for each stream, which torch frees when anyone compiles with CUDA graphs: so that of the eager reductions is
+freed before a capture, which allocates it in the graphs' pool. The garbage collector may free what must not be freed then.
+Other threads cannot draw from the device's generator meanwhile, and nobody can after a capture that failed, until another one ends.
 """
 
 from __future__ import annotations
@@ -57,10 +54,8 @@ class _Bucket:
 
     address: int
     state: Any
-    wasted: int
-    """Captures in a row that were replayed too few times."""
-    changed_state: bool | None = None
-    """Whether the last reduction, if there was one, changed what the state holds on the host."""
+    wasted: int  # captures in a row that were replayed too few times
+    changed_state: bool | None = None  # whether the last reduction changed what the state holds on the host
     segments: list[tuple[torch.cuda.CUDAGraph, Collective | None]] = field(default_factory=list)
     replays: int = 0
 
@@ -80,8 +75,7 @@ class CapturedReductions:
         self._hook: CommHook | None = None
         self._specs: dict[int, BucketSpec] = {}
         self._buckets: dict[tuple[Any, ...], _Bucket] = {}
-        self._first: torch.cuda.CUDAGraph | None = None
-        """An empty graph that keeps the memory pool of all others."""
+        self._first: torch.cuda.CUDAGraph | None = None  # empty: it keeps the memory pool of all others
         self._refused: CommHook | None = None
 
     def run(
