@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
             )
             with _models(args.hooks, work, compiled=args.compiled) as models:
                 series = _measure(work, models, args.rounds, block, status.update)
-            made, said = figures_of(*series, title=f"{'compiled' if args.compiled else 'eager'}, batch {batch}")
+            made, said = figures_of(*series, title=f"{'compiled around' if args.compiled else 'eager'}, batch {batch}")
             figures.append(made)
             lines += said
     settings = {
@@ -154,5 +154,8 @@ def figures_of(step: Mapping[str, Series], host: Mapping[str, Series], *, title:
         *(Column(f"{key}_more", f"{key}\n+ ms", lambda s: f"{s * 1e3:+.1f}") for key in ("step", "host")),
         *(Column(f"{key}_ratio", f"{key}\nratio", fixed(2)) for key in ("step", "host")),
     )
-    caption = "Medians, and quartiles below them; + ms and ratios are to torch's DDP without a hook, round by round."
+    caption = (
+        "Medians, and quartiles below them. + ms and ratios: over torch's DDP without a hook, by round; the upper ratio is that of "
+        "medians. Step: of steps in a row. Host: until backward() returns, of single steps that begin with an idle device."
+    )
     return Figures(rows, columns, caption, title=title), [f"Over a step of torch's DDP, {title}: {', '.join(said)}."]

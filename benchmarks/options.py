@@ -111,7 +111,14 @@ def _names(parser: Parser, option: str, known: tuple[str, ...], default: tuple[s
 def _files(parser: Parser, *, plot: str = "") -> None:
     if plot:
         parser.add_argument("--plot", type=Path, metavar="FILE", help=f"also draw {plot} (.png, .svg or .pdf)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
+    parser.add_argument("--json", type=_new_file, metavar="FILE", help="also write all figures to FILE")
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {str(path.parent)!r}")
+    return path
 
 
 def _device(parser: Parser) -> None:

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
             others = cores_in_use()
             with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder, busy_processes(busy):
                 course = Course(tuple(args.parts), tuple(args.sizes), args.rounds, folder)
-                with bar(console, f"{ranks} ranks, {busy} busy processes", len(course.parts)) as on_report:
+                with bar(console, f"{ranks} ranks, {busy} busy processes", len(course.parts), "parts") as on_report:
                     times: list[Mapping[str, Pair]] = run_world(
                         functools.partial(run_course, course),
                         ranks,
@@ -165,7 +165,7 @@ def figures_of(times: Sequence[Mapping[str, Pair]], ranks: int, busy: int, other
         if ratio.of_medians > (1.0 if name == DEMO else limit):
             above.append(f"{name} ({ratio.of_medians:.2f})")
     title = f"{ranks} ranks, {busy} busy processes"
-    words = f"{title}: {len(rows) - len(above)} of {len(rows)} take at most {limit:g} x gloo's time (the demo: 1 x)"
+    words = f"{title}: {len(rows) - len(above)} of {len(rows)} take at most {limit:g} x gloo's time, the demo 1 x"
     words += f"; not {', '.join(above)}." if above else "."
     if others > _OTHERS:
         words += f" The machine was busy otherwise ({others:.1f} cores in use before): repeat this on an idle one."

@@ -180,15 +180,15 @@ def _results(outcomes: Sequence[RankResult], who: str, timeout: float) -> list[A
 
 
 @contextmanager
-def bar(console: Console, what: str, rounds: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar; call the yielded function with the number of finished rounds. It disappears at the end.
+def bar(console: Console, what: str, rounds: int, unit: str = "rounds") -> Iterator[Callable[[int], None]]:
+    """A progress bar; call the yielded function with the number of finished rounds, or other units. It disappears at the end.
 
     It is drawn when a round ends, not continuously by a thread: the ranks need the cores. If the console is not a terminal,
     about ten lines are printed to standard error instead.
     """
     if not console.is_terminal:
         print(f"{what}: starting", file=sys.stderr, flush=True)
-        yield lambda done: _line(what, done, rounds)
+        yield lambda done: _line(what, done, rounds, unit)
         return
     progress = Progress(
         TextColumn(f"{what}: {{task.description}}"),
@@ -202,12 +202,12 @@ def bar(console: Console, what: str, rounds: int) -> Iterator[Callable[[int], No
     with progress:
         task = progress.add_task("starting", total=rounds)
         progress.refresh()
-        yield lambda done: progress.update(task, description="rounds", completed=done, refresh=True)
+        yield lambda done: progress.update(task, description=unit, completed=done, refresh=True)
 
 
-def _line(what: str, done: int, rounds: int) -> None:
+def _line(what: str, done: int, rounds: int, unit: str) -> None:
     if done and done * 10 // rounds > (done - 1) * 10 // rounds:
-        print(f"{what}: {done} of {rounds} rounds", file=sys.stderr, flush=True)
+        print(f"{what}: {done} of {rounds} {unit}", file=sys.stderr, flush=True)
 
 
 def warn_if_crowded(ranks: int) -> None:

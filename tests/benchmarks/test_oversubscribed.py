@@ -16,7 +16,7 @@ TIMES = {"broadcast, 4 KiB": ((3.0, 3.0), (2.0, 2.0)), STEP: ((1.0, 1.1), (1.0, 
 @pytest.mark.parametrize(
     ("busy", "others", "words"),
     [
-        (0, 0.0, "1 of 3 take at most 1.1 x gloo's time (the demo: 1 x); not broadcast, 4 KiB (1.50), demo (1.05)."),
+        (0, 0.0, "1 of 3 take at most 1.1 x gloo's time, the demo 1 x; not broadcast, 4 KiB (1.50), demo (1.05)."),
         (2, 1.5, "The machine was busy otherwise (1.5 cores in use before): repeat this on an idle one."),
     ],
 )
