@@ -115,10 +115,9 @@ def _files(parser: Parser, *, plot: str = "") -> None:
 
 
 def _new_file(text: str) -> Path:
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no directory {str(path.parent)!r}")
-    return path
+    if (path := Path(text)).parent.is_dir():
+        return path
+    raise argparse.ArgumentTypeError(f"there is no directory {str(path.parent)!r}")
 
 
 def _device(parser: Parser) -> None:

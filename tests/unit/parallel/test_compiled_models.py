@@ -252,7 +252,7 @@ def test_graphs_report_if_there_is_a_listener(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("limits", [(64,), (8, 64), (64, 8), (8, 16, 48)])
 @pytest.mark.parametrize("others", [[], [(4, 1000)], [(1000, 1001)]], ids=["alone", "a smaller first", "larger"])
 def test_an_op_stands_behind_the_last_gradient_of_each_bucket(limits: tuple[int, ...], others: Any) -> None:
-    """Also beside models with other buckets; and no op is far away, wherever buckets begin."""
+    """Also beside models with other buckets. The next op is at most half a bucket, or a 16th of a large graph, away."""
     from gradwire.autograd.compiled import inductor_pass
 
     choose, kinds = random.Random(str(limits)), [torch.float32, torch.bfloat16]
