@@ -171,12 +171,29 @@ class CommHook(ABC):
         """`reduce` of `grad` plus `residual`, which becomes what was not sent, by kernels that do both; None if there are none."""
         return None
 
+    @property
+    def scatters(self) -> bool:
+        """Whether it has `reduce_scatter`."""
+        return type(self).reduce_scatter is not CommHook.reduce_scatter
+
+    def reduce_scatter(self, grad: Tensor, state: Any, turn: Turn) -> Reduction | None:
+        """As `reduce`, but the value is only this rank's row of the average; None if the hook has no such form.
+
+        `grad` has `turn.world_size` rows of equal length, which is the length of the value. `sent` is as long as `grad`: row r of
+        the mean of all ranks' `sent` is the value of rank r. The state is that of `reduce`.
+        """
+        return None
+
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         """The bytes that a rank sends for a bucket; None if that depends on the values.
 
         They are counted as `collectives.op.sent_bytes` does: by the best algorithm for each collective, for the rank that
         sends most.
         """
+        return None
+
+    def scatter_wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        """As `wire_bytes`, for `reduce_scatter`."""
         return None
 
     def error(self, spec: BucketSpec) -> float:

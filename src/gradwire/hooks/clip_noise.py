@@ -14,7 +14,7 @@ from torch import Tensor
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import NamedStage, checks_arguments
 from gradwire.hooks.base import Reduction, Stage, Trait, Turn
-from gradwire.hooks.composite import Wrapped
+from gradwire.hooks.composite import Reduce, Wrapped
 from gradwire.hooks.numerics.elementwise import clip_norms_, real, wide
 from gradwire.hooks.numerics.rng import generator
 
@@ -34,7 +34,7 @@ class Clip(_Distorting):
 
     made_by = "clip"
 
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+    def around(self, reduce: Reduce, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         self.refuse_sparse(grad, turn.spec)
         clipped = grad if turn.donated else grad.clone()
         flat = real(clipped)
@@ -43,7 +43,7 @@ class Clip(_Distorting):
             flat.copy_(torch.where(flat.isinf(), flat, flat.clamp(-self.value, self.value)))
         elif self.norm is not None:
             clip_norms_(flat, turn.spec, self.norm)
-        return (yield from self.inner.reduce(clipped, state, turn))
+        return (yield from reduce(clipped, state, turn))
 
 
 @checks_arguments(norm="(0, inf)", value="(0, inf)")
@@ -72,7 +72,7 @@ class AddNoise(_Distorting):
 
     made_by = "add_noise"
 
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+    def around(self, reduce: Reduce, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         self.refuse_sparse(grad, turn.spec)
         flat = real(grad)
         rng = generator(self.seed, turn, shared=False)
@@ -80,7 +80,7 @@ class AddNoise(_Distorting):
         noisy = noise.mul_(self.std).add_(flat).to(flat.dtype)
         noisy = torch.view_as_complex(noisy.view(-1, 2)) if grad.is_complex() else noisy
         # Noise stages to its right with the same seed draw different noise.
-        return (yield from self.inner.reduce(noisy, state, replace(turn, path=f"{turn.path}/noise")))
+        return (yield from reduce(noisy, state, replace(turn, path=f"{turn.path}/noise")))
 
 
 @checks_arguments(std="(0, inf)")

@@ -1,21 +1,24 @@
 """Hooks made of hooks: `Composite`, of any number of them, and `Wrapped`, around one.
 
-A combinator defines `reduce` and whatever differs from what is folded over its parts here.
+A combinator defines `reduce` (or `Wrapped.around`) and whatever differs from what is folded over its parts here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from gradwire.hooks.base import CommHook, Trait
+from gradwire.hooks.base import CommHook, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.numerics.elementwise import wide
 from gradwire.hooks.state import add_owed, bundle, join_flat, pick, split_flat
+
+Reduce = Callable[[Tensor, Any, Turn], Reduction]
+"""A hook's `reduce` or `reduce_scatter`."""
 
 
 class Composite(CommHook):
@@ -105,8 +108,25 @@ class Wrapped(CommHook):
     def init(self, spec: BucketSpec) -> Any:
         return self.inner.init(self.inside(spec))
 
+    def around(self, reduce: Reduce, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        """What the stage does, with `reduce` for the inner hook's `reduce` or `reduce_scatter`. Without it, it defines `reduce`."""
+        raise NotImplementedError
+
+    @property
+    def scatters(self) -> bool:
+        return type(self).around is not Wrapped.around and self.inner.scatters
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        return self.around(self.inner.reduce, grad, state, turn)
+
+    def reduce_scatter(self, grad: Tensor, state: Any, turn: Turn) -> Reduction | None:
+        return self.around(cast(Reduce, self.inner.reduce_scatter), grad, state, turn) if self.scatters else None
+
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return self.inner.wire_bytes(self.inside(spec), world_size, step)
+
+    def scatter_wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        return self.inner.scatter_wire_bytes(self.inside(spec), world_size, step) if self.scatters else None
 
     def error(self, spec: BucketSpec) -> float:
         return self.inner.error(self.inside(spec))

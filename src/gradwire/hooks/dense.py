@@ -14,7 +14,7 @@ from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.arguments import NamedStage, refuse_traits
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.composite import Wrapped
+from gradwire.hooks.composite import Reduce, Wrapped
 from gradwire.hooks.numerics.elementwise import padded, wide
 
 
@@ -34,11 +34,19 @@ class Mean(CommHook):
             yield all_reduce(value, op=ReduceOp.SUM, label=label)
         return Reduced(value, grad)
 
+    def reduce_scatter(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        value = grad.new_empty(grad.numel() // turn.world_size)
+        yield reduce_scatter_tensor(value, grad, op=ReduceOp.AVG, label=f"bucket {turn.spec.index}")
+        return Reduced(value if turn.divisor is None else value.mul_(turn.share), grad)
+
     def capture_key(self, turn: Turn) -> int:
         return 0
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return None if spec.sparse else 2 * (world_size - 1) / world_size * spec.nbytes
+
+    def scatter_wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        return (world_size - 1) / world_size * spec.nbytes
 
 
 MEAN = Mean()
@@ -138,9 +146,9 @@ class Cast(Wrapped):
         # Complex gradients are not converted: a real dtype would silently drop their imaginary part.
         return replace(spec, dtype=self.dtype) if spec.dtype.is_floating_point else spec
 
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+    def around(self, reduce: Reduce, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         spec = self.inside(turn.spec)
-        value, sent = yield from self.inner.reduce(grad.to(spec.dtype), state, replace(turn, spec=spec))
+        value, sent = yield from reduce(grad.to(spec.dtype), state, replace(turn, spec=spec))
         value = value.to(grad.dtype)
         return Reduced(value, value if turn.donated else sent.to(grad.dtype))  # `sent` is not needed if donated
 

@@ -8,20 +8,22 @@ which apply: `local` hooks need not agree, those that remember, weigh or distort
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Layout
+from gradwire.collectives import Layout, all_gather_into_tensor
 from gradwire.collectives.lower import as_bytes
 from gradwire.errors import GradwireError, HookError
-from gradwire.hooks import BucketSpec, CommHook, Reduced, chain, error_feedback
+from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, chain, error_feedback
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import Trait, Turn
+from gradwire.hooks.composite import Wrapped
 from gradwire.testing.simulate import Simulation, simulate
 
 SHAPES: tuple[tuple[int, ...], ...] = ((16, 8), (16,), (), (0,), (3, 5, 2))
@@ -275,7 +277,8 @@ def check_hook(
 ) -> None:
     """Raise HookError unless `hook` satisfies the laws, on simulated ranks and buckets of these shapes. No group is needed.
 
-    With `hosts`, such as [[0, 1], [2, 3]], it is tested on those ranks instead of `world_sizes`.
+    With `hosts`, such as [[0, 1], [2, 3]], it is tested on those ranks instead of `world_sizes`. Its `reduce_scatter`, if any, must
+    satisfy the same laws when an all-gather follows it.
 
     >>> from gradwire.hooks import cast, mean
     >>> check_hook(chain(cast(torch.bfloat16), mean()))
@@ -285,8 +288,10 @@ def check_hook(
     spec = BucketSpec.of(0, parameters, torch.empty(0, dtype=dtype, device=device))
     layout = hosts if hosts is None or isinstance(hosts, Layout) else Layout(tuple(tuple(host) for host in hosts))
     for ranks in world_sizes if layout is None else (layout.size,):
-        trial = HookTrial(hook, spec, ranks, seed, steps, layout)
-        for law in laws:
+        trials = [HookTrial(hook, spec, ranks, seed, steps, layout)]
+        if hook.scatters:
+            trials.append(HookTrial(_Gathered(hook), _divisible(spec, ranks), ranks, seed, steps, layout))
+        for trial, law in itertools.product(trials, laws):
             problem: Exception | None = None
             try:
                 what = next(law(trial), "")
@@ -296,10 +301,42 @@ def check_hook(
                 what, problem = f"{type(error).__name__}: {error}", error
             if what:
                 raise HookError(
-                    f"check_hook({hook!r}) on {ranks} ranks, a bucket of {dtype} parameters {', '.join(map(str, shapes))}: the law "
-                    f"{law.__name__!r} does not hold: {what}.",
+                    f"check_hook({trial.hook!r}) on {ranks} ranks, a bucket of {dtype} parameters "
+                    f"{', '.join(map(str, shapes))}: the law {law.__name__!r} does not hold: {what}.",
                     hook=repr(hook),
                 ) from problem
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Gathered(Wrapped):
+    """A hook's `reduce_scatter`, followed by an all-gather of the rows, so that the laws of `reduce` apply to it."""
+
+    collectives = None
+
+    @property
+    def passes_nonfinite(self) -> bool:
+        return self.inner.passes_nonfinite
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        reduction = self.inner.reduce_scatter(grad, state, turn)
+        assert reduction is not None
+        row, sent = yield from reduction
+        value = row.new_empty(grad.numel())
+        yield all_gather_into_tensor(value, row)
+        return Reduced(value, sent)
+
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        scattered = self.inner.scatter_wire_bytes(spec, world_size, step)
+        return None if scattered is None else scattered + (world_size - 1) / world_size * spec.nbytes
+
+    def __repr__(self) -> str:
+        return f"{self.inner!r}, by reduce_scatter"
+
+
+def _divisible(spec: BucketSpec, ranks: int) -> BucketSpec:
+    """The bucket with one more parameter, so that it has rows of equal length."""
+    name, shape = f"layer{len(spec.names)}.weight", (-spec.numel % ranks,)
+    return replace(spec, names=(*spec.names, name), shapes=(*spec.shapes, shape), strides=(*spec.strides, (1,)))
 
 
 def _cut(spec: BucketSpec) -> list[BucketSpec]:

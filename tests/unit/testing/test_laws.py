@@ -85,6 +85,19 @@ class ForgetsWeights(Average):
         return Reduced(value, grad)
 
 
+class ScattersTheFirstRow(Average):
+    """To every rank."""
+
+    def reduce_scatter(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        value, sent = yield from super().reduce(grad, state, turn)
+        return Reduced(value.chunk(turn.world_size)[0], sent)
+
+
+class MiscountsScattered(ScattersTheFirstRow):
+    def scatter_wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        return 1.0
+
+
 class Drops(Average):
     """Reports as sent what it did not send."""
 
@@ -175,9 +188,9 @@ BROKEN = {
     "kept": [Widens()],
     "unwritten": [Writes()],
     "repeatable": [Guesses()],
-    "mean_of_sent": [Sums(), ForgetsDivisor(), ForgetsWeights()],
+    "mean_of_sent": [Sums(), ForgetsDivisor(), ForgetsWeights(), ScattersTheFirstRow()],
     "pays_back": [Drops(), SendsOne()],
-    "counted": [Miscounts(), MiscountsCollectives()],
+    "counted": [Miscounts(), MiscountsCollectives(), MiscountsScattered()],
     "saved": [Forgets(), SavesNonsense(), Mixes()],
     "from_nothing": [DividesByNothing()],
     "recovers": [NeverForgets()],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.base import CommHook, Reduction, Turn
-from gradwire.hooks.composite import Wrapped
+from gradwire.hooks.composite import Reduce, Wrapped
 from gradwire.hooks.periodic.base import OuterHook
 from gradwire.hooks.state import held
 
@@ -24,8 +24,8 @@ class Capture(Wrapped):
     def passes_nonfinite(self) -> bool:
         return self.inner.passes_nonfinite
 
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        return (yield from self.inner.reduce(grad, state, turn))
+    def around(self, reduce: Reduce, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        return (yield from reduce(grad, state, turn))
 
     def capture_key(self, turn: Turn) -> Any:
         keys = [hook.capture_key(turn) for hook in self.keyed]

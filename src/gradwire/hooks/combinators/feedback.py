@@ -16,7 +16,7 @@ from torch import Tensor
 from gradwire.errors import UsageTypeError
 from gradwire.hooks.arguments import NamedStage, refuse_traits
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
-from gradwire.hooks.composite import Composite, Wrapped
+from gradwire.hooks.composite import Composite, Reduce, Wrapped
 from gradwire.hooks.numerics.elementwise import drop_nonfinite_
 from gradwire.hooks.state import pick
 from gradwire.runtime.jit import kernels, loop
@@ -51,17 +51,18 @@ class ErrorFeedback(Composite, Wrapped):
         refuse_traits(f"error_feedback() around {self.inner!r}", self.inner, _REFUSED)
 
     def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
-        """Reduce the gradient plus the residual; the new residual is what was not sent of it."""
         self.refuse_sparse(grad, turn.spec)
         fused = self.inner.reduce_with_residual(grad, state["residual"], state["inner"], turn)
-        if fused is not None:
-            return (yield from fused)
+        return self.around(self.inner.reduce, grad, state, turn) if fused is None else fused
+
+    def around(self, reduce: Reduce, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
+        """Reduce the gradient plus the residual; the new residual is what was not sent of it."""
         # In place: the sum replaces the residual, and the new residual the sum, so that no memory is allocated.
         wanted = state["residual"].add_(grad)
         # The rounding of 16-bit gradients is part of the residual, which is float32; otherwise `rounded` is `wanted` itself.
         rounded = wanted.to(grad.dtype)
         room = grad if turn.donated and self.inner.uses_room else None
-        value, sent = yield from self.inner.reduce(rounded, state["inner"], replace(turn, donated=False, room=room))
+        value, sent = yield from reduce(rounded, state["inner"], replace(turn, donated=False, room=room))
         value, sent = (t.clone() if _shares(t, wanted) else t for t in (value, sent))
         _keep_unsent(wanted, sent)
         return Reduced(value, sent)
