@@ -9,6 +9,7 @@ from gradwire.hooks.combinators.hierarchical import hierarchical
 from gradwire.hooks.combinators.partition import by_size, masked, partition
 from gradwire.hooks.combinators.schedule import after, every
 from gradwire.hooks.composite import Composite, Wrapped
+from gradwire.hooks.compressors.chunked import chunked_top_k
 from gradwire.hooks.compressors.demo import decoupled_momentum
 from gradwire.hooks.compressors.dgc import dgc
 from gradwire.hooks.compressors.low_rank import power_sgd
@@ -38,6 +39,7 @@ __all__ = [
     "capture",
     "cast",
     "chain",
+    "chunked_top_k",
     "clip",
     "decoupled_momentum",
     "dgc",

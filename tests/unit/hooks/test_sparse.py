@@ -1,4 +1,4 @@
-"""top_k, threshold, random_k: values against arithmetic, laws, what is on the wire, refusals."""
+"""top_k, chunked_top_k, threshold, random_k: values against arithmetic, laws, what is on the wire, refusals."""
 
 from typing import Any
 
@@ -8,7 +8,20 @@ from torch import Tensor
 
 from gradwire import hooks
 from gradwire.errors import UsageError
-from gradwire.hooks import BucketSpec, CommHook, chain, dgc, error_feedback, mean, power_sgd, random_k, threshold, top_k
+from gradwire.hooks import (
+    BucketSpec,
+    CommHook,
+    chain,
+    chunked_top_k,
+    dgc,
+    error_feedback,
+    mean,
+    power_sgd,
+    random_k,
+    threshold,
+    top_k,
+)
+from gradwire.hooks.compressors.chunked import pack, unpack
 from gradwire.hooks.compressors.sparse import Format, Pairs
 from gradwire.hooks.state import split_flat
 from gradwire.testing import simulate
@@ -28,6 +41,46 @@ def test_top_k_is_the_mean_of_each_ranks_largest() -> None:
         torch.testing.assert_close(value, torch.stack(kept).mean(0))
         assert torch.equal(sent, own)
     assert done.wire_bytes == 2 * 11 * 8
+
+
+@pytest.mark.parametrize("number", [0, 3, 100, 4096, 5000])
+@pytest.mark.parametrize("bits", [None, 2])
+def test_chunked_top_k_sends_the_largest_of_each_chunk(number: int, bits: int | None) -> None:
+    brought = gradients(3, number)
+    done = simulate(chunked_top_k(5, chunk=100, bits=bits), brought)
+    kept = []
+    for (_, sent), grad in zip(done.reduced, brought, strict=True):
+        for part, own in zip(grad.split(100), sent.split(100), strict=True):
+            largest = keep_largest(part, 5)
+            if bits:  # the sign, and the mean magnitude of those above or below the mean one
+                chosen = largest[largest != 0].abs()
+                split = chosen.mean() if len(chosen) == 5 else chosen.sum() / 5  # padding counts
+                levels = [
+                    chosen[chosen <= split].sum() / max(1, 5 - int((chosen > split).sum())),
+                    chosen[chosen > split].mean(),
+                ]
+                level = torch.where(largest.abs() > split, *(levels[i].nan_to_num().bfloat16().float() for i in (1, 0)))
+                largest = largest.sign() * level
+            assert torch.equal(own, largest)
+        kept.append(sent)
+    torch.testing.assert_close(done.reduced[0].value, torch.stack(kept).mean(0))
+    # Five indices of 7 bits, with two bits of value and two levels, or with float32.
+    assert done.wire_bytes == 2 * -(-number // 100) * (6 + 4 if bits else 5 + 20)
+
+
+def test_a_chunk_of_4096_with_64_elements_of_two_bits_is_116_bytes() -> None:
+    hook, spec = chunked_top_k(64, bits=2), bucket((512, 1024))
+    assert hook.wire_bytes(spec, 8) == 7 * 128 * (64 * 14 // 8 + 4)
+    assert spec.nbytes / (hook.wire_bytes(spec, 2) or 0) > 141
+
+
+@pytest.mark.parametrize(("width", "number"), [(1, 9), (3, 8), (7, 5), (12, 3), (14, 64), (31, 2)])
+def test_packed_integers_take_their_bits_and_come_back(width: int, number: int) -> None:
+    codes = torch.randint(2**width, (4, number))
+    codes[0] = 2**width - 1
+    packed = pack(codes, width)
+    assert (packed.dtype, packed.shape[1]) == (torch.uint8, -(-width * number // 8))
+    assert torch.equal(unpack(packed, width, number), codes)
 
 
 def test_narrow_values_are_rounded_in_sent_too() -> None:
