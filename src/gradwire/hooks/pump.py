@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from functools import partial
 from types import GeneratorType
 from typing import Any
 
@@ -59,15 +60,13 @@ def advance(reduction: Reduction) -> Collective | Reduced:
         return result
 
 
-def begin(
-    start: Callable[[], Reduction], hook: CommHook, turn: Turn, numel: int, dtype: torch.dtype | None = None
-) -> Reduction:
-    """The reduction of `hook` that `start()` makes; everything that it yields and returns is checked.
+def begin(start: partial[Any], hook: CommHook, turn: Turn, numel: int, dtype: torch.dtype | None = None) -> Reduction:
+    """The reduction of `hook` that `start()`, one of its methods, returns; everything that it yields and returns is checked.
 
     The value must have `numel` elements, and `dtype` unless that is None: that of an outer step may be wider. An exception of the
     hook's own gets a note of where it was raised.
     """
-    method = "after_step()" if dtype is None else "reduce()"
+    method = f"{start.func.__name__}()"
 
     def check(op: object) -> Collective:
         if not isinstance(op, Collective):

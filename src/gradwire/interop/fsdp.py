@@ -14,18 +14,20 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ReduceOp
 
+from gradwire.collectives import ReduceOp
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.interop.fsdp_checks import IN_A_SHARD, OF_A_RANK, CheckedModule, FsdpChecks
+from gradwire.interop.process_group_base import translate_reduce_op
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.reducer.buckets.layout import plain_name
@@ -34,10 +36,20 @@ from gradwire.reducer.model_events import ModelEvents
 
 
 class FsdpHook:
-    """One hook on the shards of one FSDP module. Call it with the flat tensor, which is reduced in place."""
+    """One hook on the shards of one FSDP module. Call it with the flat tensor, which is reduced in place.
+
+    With `rows`, the number of ranks, the tensor has a row for each, and the result is this rank's.
+    """
 
     def __init__(
-        self, hook: CommHook, group: Group, parts: Sequence[tuple[str, tuple[int, ...]]], *, like: Tensor, doing: str
+        self,
+        hook: CommHook,
+        group: Group,
+        parts: Sequence[tuple[str, tuple[int, ...]]],
+        *,
+        like: Tensor,
+        doing: str,
+        rows: int = 1,
     ) -> None:
         check_hooks(doing, hook=hook)
         if hook.local:
@@ -51,6 +63,7 @@ class FsdpHook:
         self._events = ModelEvents(group)
         self._check: tuple[FsdpChecks, CheckedModule] | None = None
         self._parts = tuple(parts)
+        self._rows = rows
         self._device = like.device
         self._doing = doing
         self._warned = False
@@ -65,7 +78,7 @@ class FsdpHook:
 
     @torch.no_grad()
     def reduced(self, flat: Tensor) -> Tensor:
-        """The average of `flat` over the group; `flat` may be written to."""
+        """The average of `flat` over the group, or this rank's row of it; `flat` may be written to."""
         self._device = flat.device
         self._runner.states.next_step()
         # On CUDA this runs on FSDP's own stream, which the wait for each collective orders.
@@ -79,10 +92,21 @@ class FsdpHook:
         return result
 
     def _run(self, bucket: GradBucket) -> Tensor:
+        reduce = self._runner.run if self._rows == 1 else self._runner.run_scattered
         if self._check is None:
-            return self._runner.run(bucket)
+            return reduce(bucket)
         checks, module = self._check
-        return checks.run(module, bucket, is_named=bucket.index() == 0)
+        return checks.run(module, bucket, reduce, self._row(bucket.spec), is_named=bucket.index() == 0)
+
+    def _row(self, spec: BucketSpec) -> BucketSpec:
+        """The part of a bucket that this rank gets."""
+        if self._rows == 1:
+            return spec
+        each, more = divmod(len(spec.names), self._rows)
+        if more:  # the bucket is one unnamed row
+            return replace(spec, shapes=((spec.numel // self._rows,),))
+        first = self._runner.group.rank * each
+        return spec.select(range(first, first + each))
 
     def _spec(self, flat: Tensor) -> BucketSpec:
         parts = self._parts
@@ -150,16 +174,16 @@ class FsdpReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """Average the full gradient with the hook, and keep this rank's shard."""
-        if op not in (ReduceOp.AVG, ReduceOp.SUM) or async_op or group.size() != self._group.size:
+        size = self._group.size
+        kind, factor = translate_reduce_op(op)
+        if kind not in (ReduceOp.AVG, ReduceOp.SUM, ReduceOp.PREMUL_SUM) or async_op or group.size() != size:
             raise UsageError(
                 f"as_fsdp_reduce_scatter: FSDP requests {op} over {group.size()} ranks, async_op={async_op}, but this hook "
-                f"averages or sums over {self._group.size} ranks, synchronously. Do not call set_gradient_divide_factor, and "
-                "pass the group that the module is sharded over."
+                f"averages or sums over {size} ranks, synchronously. Pass the group that the module is sharded over."
             )
-        whole = self._inner.reduced(input_tensor)
-        output_tensor.copy_(whole.chunk(self._group.size)[self._group.rank])
-        if op == ReduceOp.SUM:
-            output_tensor.mul_(self._group.size)
+        output_tensor.copy_(self._inner.reduced(input_tensor))
+        if kind is not ReduceOp.AVG:
+            output_tensor.mul_(size if factor is None else size * factor)
 
     def hook_state_dict(self) -> dict[str, Any]:
         return self._inner.hook_state_dict()
@@ -177,14 +201,14 @@ def as_fsdp_reduce_scatter(
 ) -> FsdpReduceScatter:
     """For `module.set_custom_reduce_scatter`: reduce the module's gradients over its shards with `hook`.
 
-    A hook gives every rank the full average, of which FSDP keeps a shard here; so this sends what the hook sends, for `mean()`
-    twice the bytes of a plain reduce-scatter. It pays off for hooks that compress more than twofold. `group` is the shards' group.
-    `checks`, one for all modules of the model, look for NaN and infinity.
+    Hooks that have a `reduce_scatter` send half of what they send elsewhere. Any other gives every rank the full average, of which
+    FSDP keeps a shard: it pays off if it compresses more than twofold. `group` is the shards' group. `checks`, one for all modules
+    of the model, look for NaN and infinity.
     """
     named = [(plain_name(name), parameter) for name, parameter in named_parameters]
     shards = [(name, _shard_shape(name, p, "as_fsdp_reduce_scatter")) for name, p in named]
     parts = [(f"{name} (shard {r})", shape) for r in range(group.size) for name, shape in shards]
-    inner = FsdpHook(hook, group, parts, like=_first(named), doing="as_fsdp_reduce_scatter")
+    inner = FsdpHook(hook, group, parts, like=_first(named), doing="as_fsdp_reduce_scatter", rows=group.size)
     if checks is not None:
         inner.check_with(checks, [p for _, p in named], advice=OF_A_RANK)
     return FsdpReduceScatter(inner, group)

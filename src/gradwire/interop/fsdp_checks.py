@@ -8,7 +8,7 @@ FSDP queues its own end of backward before any hook runs, so it has ended when t
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from gradwire.autograd.backward_end import at_backward_end
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import Group
-from gradwire.hooks.bucket import GradBucket
+from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.policies import NonFinite, check_policies
 from gradwire.reducer.checks.nonfinite_report import (
     NonFiniteHandler,
@@ -93,10 +93,18 @@ class FsdpChecks:
         self._modules.append(module)
         return module
 
-    def run(self, module: CheckedModule, bucket: GradBucket, *, is_named: bool) -> Tensor:
-        """Reduce a bucket of `module`, and examine it before and after."""
+    def run(
+        self,
+        module: CheckedModule,
+        bucket: GradBucket,
+        reduce: Callable[[GradBucket], Tensor],
+        result_spec: BucketSpec,
+        *,
+        is_named: bool,
+    ) -> Tensor:
+        """Reduce a bucket of `module`, and examine it before and after. The result consists of the parameters of `result_spec`."""
         if self._policy is NonFinite.PASS:
-            return module.runner.run(bucket)
+            return reduce(bucket)
         spec = bucket.spec
         if not self._runs:  # the first one of a backward
             self._runs = True
@@ -108,9 +116,9 @@ class FsdpChecks:
         search, first = (module.search, module.first) if is_named else (Search(spec.names), module.row)
         hook = module.runner.hook
         before = search.before(bucket, narrowest(hook if hook.passes_nonfinite else None, spec.dtype))
-        result = module.runner.run(bucket)
+        result = reduce(bucket)
         # An average may be overwritten too, so it is examined now.
-        after = search.before(GradBucket(spec, result.reshape(-1), (), is_last=True), None)
+        after = search.before(GradBucket(result_spec, result.reshape(-1), (), is_last=True), None)
         self._seen += [(before, first, False), (after, first, True)]
         return result
 

@@ -85,6 +85,12 @@ def gradient_reduction(group: Group, hook: CommHook, grad: Tensor, state: Any, t
     return begin(partial(hook.reduce, grad, state, turn), hook, turn, grad.numel(), grad.dtype)
 
 
+def scattering_reduction(group: Group, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+    """As `gradient_reduction`, by the hook's `reduce_scatter`: the value is this rank's row."""
+    turn = _with_hosts(turn, group)
+    return begin(partial(hook.reduce_scatter, grad, state, turn), hook, turn, grad.numel() // group.size, grad.dtype)
+
+
 def outer_reduction(group: Group, hook: OuterHook, parameters: Tensor, state: Any, turn: Turn) -> Reduction:
     """The first half of an outer step by `hook`, checked; the hook sees the group's hosts."""
     turn = _with_hosts(turn, group)

@@ -27,7 +27,7 @@ from gradwire.hooks.periodic.base import OuterHook, check_outer
 from gradwire.hooks.pump import describe
 from gradwire.policies import ScaleCheck
 from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
-from gradwire.reducer.hook.driver import Driver, Pending, gradient_reduction, run
+from gradwire.reducer.hook.driver import Driver, Pending, gradient_reduction, run, scattering_reduction
 from gradwire.reducer.hook.hook_states import HookStates, from_dict, to_dict
 from gradwire.reducer.hook.outer_optimizer import OuterOptimizer
 from gradwire.reducer.hook.torch_hooks import TorchHook, TorchHookRun
@@ -87,6 +87,14 @@ class HookRunner:
         state, step = self._begin(bucket)
         turn = self._turn(bucket, step)
         return run(gradient_reduction(self.group, self.hook, bucket.buffer(), state, turn), self.group)
+
+    def run_scattered(self, bucket: GradBucket) -> Tensor:
+        """This rank's row of the average of a bucket of equal rows; from the whole if the hook has no `reduce_scatter`."""
+        if not self.hook.scatters:
+            return self.run(bucket).tensor_split(self.group.size)[self.group.rank]
+        state, step = self._begin(bucket)
+        turn = self._turn(bucket, step)
+        return run(scattering_reduction(self.group, self.hook, bucket.buffer(), state, turn), self.group)
 
     def _begin(self, bucket: GradBucket) -> tuple[Any, int]:
         """The state and the step of a bucket. What an earlier hook has not sent is added to its gradient, if it is not refused."""
