@@ -70,7 +70,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what i
         WorkInfo,
         register_kind,
     )
-    from gradwire.interop import as_process_group, from_process_group, register_backend
+    from gradwire.interop import HookedGroup, as_process_group, from_process_group, register_backend
     from gradwire.launch import init
     from gradwire.parallel import DistributedDataParallel, DivergenceCheck, Replica, broadcast_coalesced
     from gradwire.parallel.replicate import replicate
@@ -87,7 +87,7 @@ _NAMES = {
     "LayoutError NonFiniteGradient PeerLost ReplicasDiverged StepError UsageError",
     "groups": "C10dGroup Deadline Group GroupKind GroupWrapper HierarchicalGroup Latched MPIGroup NanCheck Recording "
     "SharedMemoryGroup ThreadGroup Verified Work WorkInfo register_kind",
-    "interop": "as_process_group from_process_group register_backend",
+    "interop": "HookedGroup as_process_group from_process_group register_backend",
     "launch": "init",
     "parallel": "DistributedDataParallel DivergenceCheck Replica broadcast_coalesced replicate",
 }
@@ -147,6 +147,7 @@ __all__ = [
     "GroupWrapper",
     "HierarchicalGroup",
     "HookError",
+    "HookedGroup",
     "InternalError",
     "Latched",
     "LayoutError",

@@ -30,7 +30,8 @@ from gradwire.groups import (
     Verified,
 )
 from gradwire.groups.base import BuildGroup
-from gradwire.interop import register_backend
+from gradwire.hooks import quantize
+from gradwire.interop import HookedGroup, register_backend
 from gradwire.lab import Throttled
 from gradwire.testing import check_group, check_names, run_ranks
 from gradwire.testing.mpi import missing
@@ -114,6 +115,10 @@ def throttled(group: Group) -> Group:
     return Throttled(group, mbit=500, latency_ms=0.2)
 
 
+def hooked(group: Group) -> Group:
+    return HookedGroup(group, quantize(bits=8))
+
+
 def all_of_them(group: Group) -> Group:
     return Recording(Latched(Verified(NanCheck(Deadline(group, seconds=50)))))
 
@@ -135,6 +140,7 @@ WRAPPERS: list[Wrap] = [
     all_of_them,
     ThereAndBack,
     Spartan,
+    hooked,
 ]
 
 

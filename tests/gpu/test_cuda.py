@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import UsageError
 from gradwire.groups import C10dGroup, Group
-from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, cast, chain, mean
+from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, cast, chain, error_feedback, mean, quantize
+from gradwire.interop import HookedGroup, from_process_group, register_backend
 from gradwire.parallel import DistributedDataParallel
 from gradwire.policies import Gradients
 from gradwire.reducer.hook.driver import Driver
@@ -168,3 +172,67 @@ def _refused(group: Group) -> str:
 def test_thread_ranks_cannot_share_a_device() -> None:
     """The engine has one thread per device: a rank that waits in it would block the others forever."""
     assert all("one thread per CUDA device" in text for text in run_ranks(_refused, 2, kind="threads"))
+
+
+def test_a_hooked_group_follows_streams(nccl: Group) -> None:
+    """A gradient on a side stream behind a long kernel, and an operation that passes: only a wait orders the current stream."""
+    group = HookedGroup(nccl, chain(error_feedback(), quantize(bits=8)))
+    assert group.orders_streams(torch.device("cuda"))
+    side = torch.cuda.Stream()
+    for _ in range(4):
+        gradient, loss = torch.randn(1 << 20, device="cuda"), torch.zeros(1, device="cuda")
+        expected = gradient * 2
+        works: list[Any] = []
+
+        def reduce(gradient: Tensor = gradient, loss: Tensor = loss, works: list[Any] = works) -> None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(20_000_000)
+                gradient.mul_(2)
+                works.append(group.all_reduce(gradient, async_op=True))
+                torch.cuda._sleep(20_000_000)
+                loss.add_(3)
+                works.append(group.all_reduce(loss, op=ReduceOp.MAX, async_op=True))
+
+        x = torch.ones(1, device="cuda", requires_grad=True)
+        x.register_hook(lambda grad, reduce=reduce: reduce())
+        (x * 1).sum().backward()
+        works[0].wait()
+        works[1].wait()
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=0.1)
+        assert not torch.equal(gradient, expected)
+        assert loss.item() == 3
+    assert group.hook_state_dict()["step"] == 4
+    group.close()
+
+
+def test_fsdp_over_nccl_reduces_by_the_hook_of_a_mesh_dimension() -> None:
+    """A world of one: the hook rounds, and nothing else changes."""
+    register_backend("hooked_nccl", kind="nccl", hook=chain(error_feedback(), quantize(bits=8)))
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        done = {}
+        for backend in ("nccl", "hooked_nccl"):
+            names = ("dp_replicate", "dp_shard")
+            mesh = init_device_mesh("cuda", (1, 1), mesh_dim_names=names, backend_override={"dp_replicate": backend})
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).cuda()
+            for layer in model:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            for step in range(10):
+                inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).cuda()
+                loss = (model(inputs) - inputs[:, :8].sin()).square().mean()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            done[backend] = loss.item()
+        group = from_process_group(mesh.get_group("dp_replicate"))
+        assert isinstance(group, HookedGroup)
+        assert group.hook_state_dict()["step"] == 10
+        assert done["hooked_nccl"] != done["nccl"]
+        assert done["hooked_nccl"] == pytest.approx(done["nccl"], rel=0.01)
+    finally:
+        dist.destroy_process_group()

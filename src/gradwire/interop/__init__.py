@@ -4,12 +4,14 @@ from gradwire.interop.backend import register_backend
 from gradwire.interop.ddp_hook import as_torch_hook
 from gradwire.interop.fsdp import as_fsdp_hook, as_fsdp_reduce_scatter, fsdp_parameters
 from gradwire.interop.fsdp_checks import FsdpChecks
+from gradwire.interop.hooked_group import HookedGroup
 from gradwire.interop.process_group import GradwireProcessGroup, as_process_group, from_process_group
 from gradwire.interop.work import TorchWork
 
 __all__ = [
     "FsdpChecks",
     "GradwireProcessGroup",
+    "HookedGroup",
     "TorchWork",
     "as_fsdp_hook",
     "as_fsdp_reduce_scatter",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,20 @@ from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import BuildGroup, Group
 from gradwire.groups.kinds import GroupKind, find_kind, known_kinds
 from gradwire.groups.store.private_store import mark_used, move_if_together, release
+from gradwire.hooks.base import CommHook
+from gradwire.interop.hooked_group import HookedGroup, check_gradient_hook
 from gradwire.interop.process_group import GradwireProcessGroup, as_process_group
 
 Wrap = Callable[[Group], Group]
 
 
-def register_backend(name: str = "gradwire", *, kind: str | BuildGroup = "gloo", wrap: Wrap | None = None) -> None:
+def register_backend(
+    name: str = "gradwire",
+    *,
+    kind: str | BuildGroup = "gloo",
+    wrap: Wrap | None = None,
+    hook: CommHook | None = None,
+) -> None:
     """Make `dist.init_process_group(name)` and `dist.new_group(backend=name)` create gradwire groups.
 
     `kind` moves the bytes: "gloo"; "shared_memory", for processes of one host; "hierarchical", for several hosts; "mpi", for
@@ -33,6 +42,7 @@ def register_backend(name: str = "gradwire", *, kind: str | BuildGroup = "gloo",
     `kind(store, rank, size, timeout=..., name=...)`.
 
     Every group is passed through `wrap` before torch sees it: `register_backend(wrap=Recording)` records what stock DDP does.
+    With `hook`, gradients are reduced by it: it is short for `wrap=lambda group: HookedGroup(group, hook)`.
     It may be called again; the last `wrap` and `kind` apply to groups made from then on.
     `from_process_group(pg)` returns the gradwire group of a process group.
 
@@ -50,6 +60,13 @@ def register_backend(name: str = "gradwire", *, kind: str | BuildGroup = "gloo",
         )
     if wrap is not None and not callable(wrap):
         raise UsageTypeError(f"register_backend: wrap is {wrap!r}. Pass a function from Group to Group, or omit it.")
+    if hook is not None:
+        if wrap is not None:
+            raise UsageError(
+                "register_backend(wrap=..., hook=...): pass one. HookedGroup(group, hook) in wrap has both."
+            )
+        check_gradient_hook(f"register_backend({name!r}, hook=...)", hook)
+        wrap = partial(HookedGroup, hook=hook)
     creator = _creator(name.lower(), kind, wrap)
     # torch 2.15 attaches a recorder to the C++ part of every group except those of these backends. Ours has no C++ part.
     recorded: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())

@@ -1,0 +1,341 @@
+"""`HookedGroup`: a group whose gradients are reduced by a hook, for code that takes a process group and no hook.
+
+FSDP2 averages gradients over the replicas of a mesh by `dist.all_reduce`, before any hook of its own, so a hook can take the place
+of that all-reduce only as the process group of the mesh dimension.
+
+Note [What is a gradient]
+A sum or average of one floating-point tensor that is submitted while autograd runs a backward, in any of its threads. All else
+passes as it is: the loss, gradient norms and metrics, which are reduced between backwards, maxima, integers, broadcasts. All ranks
+submit the same operations in the same order, so they decide alike.
+
+Note [Which gradient it is]
+A hook's state belongs to a gradient, and the operation does not name it. But a model reduces its gradients in the same order in
+each backward. So a gradient is identified by those before it in the same backward: by the lengths and dtypes of all of them.
+Backwards that begin alike and continue differently (two models that share the group) thus have states of their own. What the first
+two backwards reduce is learned at once, since torch's DDP has other buckets in its first one; later a sequence is learned when it
+occurs twice in a row. From the place where a backward departs from what was learned, states belong to lengths and dtypes alone.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.autograd.backward_errors import BEGINS, around_backward
+from gradwire.collectives import Collective, OpKind, ReduceOp, Scope
+from gradwire.errors import CollectiveTimeout, GroupError, UsageError
+from gradwire.groups.base import Group
+from gradwire.groups.c10d.work import C10dWork, CompletionPoller
+from gradwire.groups.forked import finalize_here
+from gradwire.groups.work import Work
+from gradwire.groups.wrappers import TrackedWrapper
+from gradwire.hooks.arguments import check_hooks
+from gradwire.hooks.base import CommHook
+from gradwire.hooks.bucket import BucketSpec, GradBucket
+from gradwire.hooks.dense import Mean
+from gradwire.recorder import writer
+from gradwire.recorder.format import RecordKind
+from gradwire.reducer.hook.runner import HookRunner
+from gradwire.reducer.model_events import ModelEvents
+
+_SUMS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)
+
+
+def check_gradient_hook(doing: str, hook: CommHook) -> None:
+    """Refuse what a HookedGroup cannot run."""
+    check_hooks(doing, hook=hook)
+    if hook.local:
+        raise UsageError(
+            f"{doing}: {hook!r} averages parameters after the optimizer's step, of which a group knows nothing. Use "
+            "DistributedDataParallel or replicate(), or a hook that averages gradients."
+        )
+
+
+class HookedGroup(TrackedWrapper):
+    """Reduces gradients by `hook`; see Note [What is a gradient] for what is one. Everything else passes as it is.
+
+    The divisor stays the caller's: a sum is the mean that the hook computes times the number of ranks. With `mean()` everything
+    passes as it is. On the CPU the hook runs on a thread of the group, so backward continues meanwhile; on CUDA it is enqueued.
+
+    >>> from gradwire.groups import ThreadGroup
+    >>> from gradwire.hooks import quantize
+    >>> (group,) = (HookedGroup(inner, quantize(bits=8)) for inner in ThreadGroup.world(1))
+    >>> x = torch.tensor([1.0, 2.0])
+    >>> group.all_reduce(x).wait() and x  # not in a backward
+    tensor([1., 2.])
+    >>> group.close()
+    """
+
+    def __init__(self, inner: Group, hook: CommHook) -> None:
+        check_gradient_hook("HookedGroup", hook)
+        super().__init__(inner)
+        self.hook = hook
+        self._runner = HookRunner(hook, inner)
+        self._model = ModelEvents(inner)
+        self._places = _Places(hook)
+        self._running: dict[int, object] = {}
+        """The outermost backwards that run, by their threads. Graph tasks of re-entrant ones are parts of them."""
+        self._reduced_in: object = None
+        """The backward of the last gradient."""
+        self._poller = CompletionPoller(f"{self.name}-{self.rank}")
+        self._poller_finalizer = finalize_here(self, self._poller.stop, 2.0)
+        around_backward(BEGINS, self._begins)
+
+    def rewrap(self, inner: Group) -> Group:
+        return HookedGroup(inner, self.hook)
+
+    def orders_streams(self, device: torch.device) -> bool:
+        return self.inner.orders_streams(device)
+
+    # -- which reductions are gradients --------------------------------------------------------------------------------
+
+    def _begins(self, tensors: object) -> Any:
+        thread = threading.get_ident()
+        self._running[thread] = object()
+        return partial(self._running.pop, thread, None)
+
+    def _is_gradient(self, op: Collective) -> bool:
+        if op.kind is not OpKind.ALL_REDUCE or op.reduce_op not in _SUMS or op.scope is not Scope.WORLD:
+            return False
+        in_backward = torch._C._current_graph_task_id() != -1 and type(self.hook) is not Mean
+        return in_backward and len(op.inputs) == 1 and _is_float(op.inputs[0])
+
+    def _bucket(self, op: Collective) -> _Gradient:
+        """The next gradient of this backward, or the first one of a new backward."""
+        running = dict(self._running)
+        backward = running.get(threading.get_ident()) or torch._C._current_graph_task_id()
+        if len(running) == 1:  # perhaps in a thread of the engine
+            [backward] = running.values()
+        begins = backward != self._reduced_in
+        if begins:
+            self._reduced_in = backward
+            self._places.begin()
+        return _Gradient(op, self._places.next(op.inputs[0]), begins)
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def submit(self, op: Collective) -> Work:
+        if op.kind.is_p2p:
+            return self._pass_through(op)
+        with self._order:
+            gradient = self._bucket(op) if self._is_gradient(op) else None
+            if op.device.type == "cuda":
+                self._drain()
+                return self._pass_through(op) if gradient is None else self._reduce_on_stream(gradient)
+            if gradient is None and self._worker.idle:
+                return self._pass_through(op)
+            work = self.begin(op)
+            self._worker.put(partial(self._run if gradient is None else partial(self._reduce, gradient), work))
+        return work
+
+    def _pass_through(self, op: Collective) -> Work:
+        if not self.inner.orders_streams(op.device):
+            return super()._pass_through(op)
+        work = self.begin(op, _Passed)
+        try:
+            work.inner = self.inner.submit(op)
+            work.inner.add_done_callback(work.settle_as)
+        except Exception as error:
+            work.fail(error)
+        return work
+
+    def _reduce(self, gradient: _Gradient, work: Work) -> None:
+        """On the worker's thread."""
+        if work.is_completed():  # aborted
+            return
+        work.ledger.started(work, time.perf_counter())
+        try:
+            gradient.reduce(self._runner, self._model)
+            work.finish()
+        except BaseException as error:  # SystemExit too: the thread is needed again
+            self._failed(work, error)
+
+    def _reduce_on_stream(self, gradient: _Gradient) -> Work:
+        work = self.begin(gradient.op, C10dWork)
+        try:
+            gradient.reduce(self._runner, self._model)
+            work.watch_stream(self._poller)
+        except BaseException as error:
+            self._failed(work, error)
+        return work
+
+    def _failed(self, work: Work, error: BaseException) -> None:
+        work.fail(error)
+        if not isinstance(error, GroupError):  # of this rank alone, perhaps: the others wait for its next collective
+            self.inner.abort(f"{self.hook!r} failed on rank {self.rank} with {type(error).__name__}: {error}")
+
+    def _drain(self) -> None:
+        if self._worker.idle:
+            return
+        done = threading.Event()
+        self._worker.put(done.set)
+        if not done.wait(self.timeout):
+            raise CollectiveTimeout(
+                f"{self}: reductions of tensors in the host's memory are still at work after {self.timeout:.3g} s, and one on a "
+                "GPU cannot begin. Find out what the hook computes between its collectives."
+            )
+
+    # -- the hook's state ----------------------------------------------------------------------------------------------
+
+    def hook_state_dict(self) -> dict[str, Any]:
+        """The hook's state on this rank: see `Replica.hook_state_dict`. Gradients are numbered in the order of their reductions."""
+        self._drain()
+        return self._runner.state_dict()
+
+    def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore a saved state. Every rank of the group calls it, between steps."""
+        self._drain()
+        cuda = torch.device("cuda") if torch.cuda.is_available() else None
+        on_cuda = cuda is not None and self.inner.orders_streams(cuda)
+        self._runner.load_state_dict(saved, device=torch.device("cuda" if on_cuda else "cpu"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same for torch.distributed.checkpoint, `dcp.save({"hook": group, ...})`: under a key of this rank, as bytes, since a
+        checkpoint is loaded into tensors that exist, and before the first step there are none."""
+        saved = io.BytesIO()
+        torch.save(self.hook_state_dict(), saved)
+        return {self._checkpoint_key: saved.getvalue()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave; `dcp.load({"hook": group, ...})` calls it."""
+        if self._checkpoint_key not in saved:
+            raise UsageError(
+                f"load_state_dict of {self}: there is no {self._checkpoint_key!r}, only {', '.join(map(repr, saved))}. Pass what "
+                "state_dict() of the same rank gave."
+            )
+        self.load_hook_state_dict(torch.load(io.BytesIO(saved[self._checkpoint_key]), weights_only=True))
+
+    @property
+    def _checkpoint_key(self) -> str:
+        return f"rank {dist.get_rank() if dist.is_initialized() else self.rank}"
+
+    def _release(self) -> None:
+        super()._release()
+        self._runner.close()
+        self._poller_finalizer()
+
+
+class _Gradient:
+    """An operation whose tensor is a gradient."""
+
+    def __init__(self, op: Collective, spec: BucketSpec, begins: bool) -> None:
+        self.op = op
+        self._spec = spec
+        self._begins = begins
+        """Whether it is the first of a backward."""
+
+    @torch.no_grad()
+    def reduce(self, runner: HookRunner, events: ModelEvents) -> None:
+        """Run the hook, and write the result where the caller expects it."""
+        op, spec = self.op, self._spec
+        if self._begins:
+            runner.states.next_step()
+        flat = op.inputs[0].contiguous().view(-1)
+        if op.factor is not None:
+            flat.mul_(op.factor)
+        bucket, step, output = GradBucket(spec, flat, (), is_last=False), runner.step, op.outputs[0]
+        events.bucket(RecordKind.BUCKET_FULL, spec, step)
+        events.bucket(RecordKind.BUCKET_LAUNCHED, spec, step, hook=runner.name)
+        with writer.within(events.place(step, spec.index)):
+            value = runner.start(bucket).wait() if flat.is_cuda else runner.run(bucket)
+        output.copy_(value.view(output.shape))
+        if op.reduce_op is not ReduceOp.AVG:
+            output.mul_(runner.group.size)
+        events.bucket(RecordKind.BUCKET_REDUCED, spec, step)
+
+
+class _Places:
+    """Which gradient of a backward is which: see Note [Which gradient it is]."""
+
+    _LEARNED_AT_ONCE = 2
+    _LEARNED_LATER = 4
+
+    def __init__(self, hook: CommHook) -> None:
+        self._hook = hook
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        """Of gradients: of those that were learned by the number of the one before, length and dtype; else by length and dtype."""
+        self._followed: set[int] = set()
+        """The numbers after which another gradient was learned."""
+        self._backwards = self._learned_later = 0
+        self._now: list[tuple[int, torch.dtype]] = []
+        self._departed: list[tuple[int, torch.dtype]] | None = None
+        """The last backward, if it departed from what was learned."""
+        self._at: int | None = -1
+        """The number of the last gradient; None after a departure."""
+        self._warned = not hook.structure  # nothing depends on it then
+
+    def begin(self) -> None:
+        """The last backward is over, and another one begins."""
+        last, self._now = self._now, []
+        if self._at is None:
+            if last == self._departed and self._learned_later < self._LEARNED_LATER:
+                self._learned_later += 1
+                self._at = -1
+                for what in last:
+                    self._at = self._number(*what, learn=True)
+            self._departed = last
+        elif last:
+            self._departed = None
+            if self._at in self._followed:
+                self._warn(f"the last one ended after {len(last)}")
+        self._backwards += 1
+        self._at = -1
+
+    def next(self, gradient: Tensor) -> BucketSpec:
+        """The bucket of the next gradient of this backward."""
+        numel, dtype = gradient.numel(), gradient.dtype
+        self._now.append((numel, dtype))
+        if self._at is not None:
+            self._at = self._number(numel, dtype, learn=self._backwards <= self._LEARNED_AT_ONCE)
+            if self._at is None:
+                self._warn(f"the {len(self._now)}. of this one has {numel} elements in {dtype}, or is one too many")
+        number = self._at
+        if number is None:
+            number = self._numbers.setdefault((numel, dtype), len(self._numbers))
+        name = f"gradient {number} of {numel} elements in {str(dtype).removeprefix('torch.')}"
+        return BucketSpec(number, (name,), ((numel,),), ((1,),), dtype, gradient.device)
+
+    def _number(self, numel: int, dtype: torch.dtype, *, learn: bool) -> int | None:
+        """That of the gradient after the last one, if it was learned."""
+        key = (self._at, numel, dtype)
+        if learn and key not in self._numbers:
+            assert self._at is not None
+            self._followed.add(self._at)
+            self._numbers[key] = len(self._numbers)
+        return self._numbers.get(key)
+
+    def _warn(self, how: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"HookedGroup({self._hook!r}): backwards differ in the gradients that they reduce: {how}. A group does not learn "
+                "the names of gradients, so the hook's state belongs to places in this sequence, and from the first difference on "
+                "to lengths, until the sequence recurs. If layers are skipped or frozen from step to step, use a hook without "
+                "state, or one that gets names: as_fsdp_hook, or DistributedDataParallel.",
+                stacklevel=2,
+            )
+
+
+def _is_float(t: Tensor) -> bool:
+    return t.dtype.is_floating_point and not t.is_sparse and t.numel() > 0
+
+
+class _Passed(Work):
+    """An operation that passes through a group that orders streams: to wait for it orders the current stream."""
+
+    inner: Work | None = None
+
+    def settle_as(self, inner: Work) -> None:
+        self._settle([inner.exception()], inner.source)
+
+    def wait_settled(self, limit: float) -> bool:
+        return super().wait_settled(limit) if self.inner is None else self.inner.wait_settled(limit)
