@@ -36,6 +36,11 @@ import os, torch, torch.distributed as dist, gradwire as gw
 [group] = gw.ThreadGroup.world(1)
 model = gw.DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
 """
+RANK_0 = """
+import os, torch
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+model = torch.nn.Linear(4, 4)
+"""
 SETUP = {
     "docs/autograd.md": """
 import torch, gradwire as gw
@@ -50,11 +55,8 @@ model = torch.nn.Linear(2, 2)
 [inside], across = gw.ThreadGroup.world(1), None  # on one host nothing goes across
 """,
     "docs/hook-catalog.md": MODEL,
-    "docs/interop.md": """
-import os, torch
-os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-model = torch.nn.Linear(4, 4)
-""",
+    "docs/interop.md": RANK_0,
+    "docs/meshes.md": RANK_0,
     "docs/shared-memory.md": """
 import torch.distributed as dist
 from gradwire import SharedMemoryGroup

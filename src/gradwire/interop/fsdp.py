@@ -248,8 +248,8 @@ def _shard_shape(name: str, parameter: Tensor, doing: str) -> tuple[int, ...]:
         return tuple(parameter.shape)
     if any(placement.is_replicate() for placement in placements):
         advice = (
-            'Shard it over a 1-D mesh, fully_shard(module, mesh=mesh["shard"]), and pass the hook the group of the other dimension; '
-            "or let the hook be that group: gw.register_backend(name, hook=hook)."
+            'Shard it over a 1-D mesh, fully_shard(module, mesh=mesh["shard"]), and pass the hook the group of the other '
+            "dimension; or let the hook be that group: gw.register_backend(name, hook=hook)."
             if len(placements) > 1
             else "Let the hook be the group of the mesh: gw.register_backend(name, hook=hook), and init_device_mesh(..., "
             "backend_override={dimension: name}); or use gw.replicate(model, group=group, hook=hook)."
