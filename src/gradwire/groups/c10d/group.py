@@ -136,7 +136,7 @@ class C10dGroup(Group):
             work.in_graph = in_graph
             work.place = self._monitor.join()
             if self.size == 1 and is_identity(op):
-                work.finish()  # nothing to do, and some engines would make a pass over the data
+                work.finish_on_stream()  # nothing to do, and some engines would make a pass over the data
                 return work
             if (engine.stream_ordered or self._lane.idle) and not engine.may_block and engine.takes(op):
                 self._start(work, op, backend, engine)

@@ -113,10 +113,17 @@ class C10dWork(Work):
         """c10d's Work, while the engine is busy with this one."""
         self._ordered = False  # whether a wait for `native` only orders the current stream
         self._event: torch.cuda.Event | None = None
+        self._stream: int | None = None  # the submitter's, if the operation has nothing to do
         self._on_error: Callable[[BaseException], None] | None = None
         self._poller: CompletionPoller | None = None
         self._polled = False
         self.in_graph = False  # whether a CUDA graph is captured meanwhile: see [Inside a CUDA graph]
+
+    def finish_on_stream(self) -> None:
+        """Nothing is done, but what the submitter's stream holds comes before what a waiter's stream does next."""
+        if not self.op.is_on_host:
+            self._stream = torch._C._cuda_getCurrentRawStream(self.op.device.index)
+        self.finish()
 
     def settle_in_graph(self) -> None:
         if not self.settled:
@@ -207,6 +214,8 @@ class C10dWork(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """As in Work; with a stream-ordered engine it is completed at once and preserves stream order, as with NCCL."""
+        if self._stream is not None:
+            self._order()
         future = super().get_future()
         self._poll_if_needed()
         if self._future is not None and not self._future.completed and self._order():
@@ -215,9 +224,12 @@ class C10dWork(Work):
 
     def _order(self) -> bool:
         """Make the current stream wait for the engine's, and return True, if the engine orders streams."""
-        native = self.native
-        if self._event is not None:
-            stream = torch.cuda.current_stream(self.op.device)
+        native, device = self.native, self.op.device
+        if self._stream is not None:
+            if torch._C._cuda_getCurrentRawStream(device.index) != self._stream:
+                torch.cuda.current_stream(device).wait_stream(torch.cuda.ExternalStream(self._stream, device))
+        elif self._event is not None:
+            stream = torch.cuda.current_stream(device)
             stream.wait_event(self._event)
             for t in self.op.outputs:
                 keep_for(stream, t)
@@ -227,7 +239,7 @@ class C10dWork(Work):
             except Exception as error:
                 if (on_error := self._on_error) is not None:
                     on_error(error)
-        return self._ordered or self._event is not None
+        return self._ordered or self._event is not None or self._stream is not None
 
 
 _relaxed = threading.local()
