@@ -18,7 +18,7 @@ from gradwire.hooks.compressors.scaled import scaled_cast
 from gradwire.hooks.compressors.sparse import random_k, threshold, top_k
 from gradwire.hooks.dense import cast, chain, mean, reduce_scatter_mean, weighted_mean
 from gradwire.hooks.periodic.base import OuterHook
-from gradwire.hooks.periodic.diloco import diloco, streaming_diloco
+from gradwire.hooks.periodic.diloco import diloco, sparse_loco, streaming_diloco
 from gradwire.hooks.periodic.local_sgd import gossip, local_sgd, post_local_sgd
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
     "reduce_scatter_mean",
     "scaled_cast",
     "sign",
+    "sparse_loco",
     "streaming_diloco",
     "threshold",
     "top_k",

@@ -9,10 +9,23 @@ from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import UsageTypeError
-from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, cast, chain, error_feedback, mean, top_k
+from gradwire.hooks import (
+    BucketSpec,
+    CommHook,
+    Reduced,
+    Reduction,
+    Turn,
+    cast,
+    chain,
+    error_feedback,
+    mean,
+    quantize,
+    top_k,
+)
 from gradwire.hooks.combinators import feedback
 from gradwire.runtime import jit
 from gradwire.testing import check_hook, simulate
+from gradwire.testing.simulate import one_parameter
 
 
 class Whole(CommHook):
@@ -39,6 +52,19 @@ def run(
 
 def test_the_residual_is_sent_once_it_is_large_enough() -> None:
     assert run(chain(error_feedback(), Whole()), [[0.5, 1.25]], 4) == [[0.0, 1.0], [1.0, 1.0], [0.0, 1.0], [1.0, 2.0]]
+
+
+@pytest.mark.parametrize("hook", [Whole(), quantize(bits=8)], ids=repr)  # one that has kernels for feedback
+def test_a_residual_that_decays_is_a_momentum_of_what_was_not_sent(hook: CommHook) -> None:
+    fed = chain(error_feedback(decay=0.5), hook)
+    check_hook(fed)
+    assert repr(fed) == f"error_feedback(decay=0.5) > {hook!r}"
+    assert repr(error_feedback(decay=0.5)) == "error_feedback(decay=0.5)"
+    assert fed.structure == chain(error_feedback(), hook).structure
+    state = fed.init(one_parameter(torch.zeros(1)))
+    state["residual"].fill_(0.5)
+    done = simulate(fed, [torch.tensor([1.0])], states=[state], donated=True)
+    assert float(done.reduced[0].sent + state["residual"]) == pytest.approx(1.25)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
@@ -97,5 +123,5 @@ def test_the_same_bits_without_numba(dtype: torch.dtype, monkeypatch: pytest.Mon
 
 
 def test_a_hook_as_argument_is_an_error_that_shows_what_to_write() -> None:
-    with pytest.raises(UsageTypeError, match=r"takes no arguments. Use chain\(error_feedback\(\), mean\(\)\)"):
+    with pytest.raises(UsageTypeError, match=r"takes no hook. Use chain\(error_feedback\(\), mean\(\)\)"):
         error_feedback(mean())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageTypeError
-from gradwire.hooks.arguments import NamedStage, refuse_traits
+from gradwire.hooks.arguments import NamedStage, checks_arguments, refuse_traits
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.composite import Composite, Reduce, Wrapped
 from gradwire.hooks.numerics.elementwise import drop_nonfinite_
@@ -35,6 +35,8 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ErrorFeedback(Composite, Wrapped):
+    decay: float = 1.0
+
     made_by = "error_feedback"
     dense_only = True
     tensors = ("residual",)
@@ -52,13 +54,16 @@ class ErrorFeedback(Composite, Wrapped):
 
     def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
         self.refuse_sparse(grad, turn.spec)
-        fused = self.inner.reduce_with_residual(grad, state["residual"], state["inner"], turn)
+        fused = None
+        if self.decay == 1:
+            fused = self.inner.reduce_with_residual(grad, state["residual"], state["inner"], turn)
         return self.around(self.inner.reduce, grad, state, turn) if fused is None else fused
 
     def around(self, reduce: Reduce, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
         """Reduce the gradient plus the residual; the new residual is what was not sent of it."""
         # In place: the sum replaces the residual, and the new residual the sum, so that no memory is allocated.
-        wanted = state["residual"].add_(grad)
+        residual = state["residual"] if self.decay == 1 else state["residual"].mul_(self.decay)
+        wanted = residual.add_(grad)
         # The rounding of 16-bit gradients is part of the residual, which is float32; otherwise `rounded` is `wanted` itself.
         rounded = wanted.to(grad.dtype)
         room = grad if turn.donated and self.inner.uses_room else None
@@ -72,6 +77,13 @@ class ErrorFeedback(Composite, Wrapped):
 
     def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
         return pick(saved, "residual")
+
+    def __repr__(self) -> str:
+        return f"{_call(self.decay)} > {self.inner!r}"
+
+
+def _call(decay: float) -> str:
+    return "error_feedback()" if decay == 1 else f"error_feedback(decay={decay})"
 
 
 def _keep_unsent(wanted: Tensor, sent: Tensor) -> None:
@@ -104,16 +116,18 @@ def _shares(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def error_feedback(*hooks: object) -> Stage:
+@checks_arguments(decay="(0, 1]")
+def error_feedback(*hooks: object, decay: float = 1.0) -> Stage:
     """Add what was not sent in a step to the next step's gradient. On the wire: as the inner hook.
 
     Every lossy hook (quantize, sign, top_k, random_k, threshold, power_sgd) needs it. Memory: one tensor of the bucket's size, in
     float32 for 16-bit gradients. The residual belongs to its rank: a rank that joins later starts with zeros. Non-finite values are
     not kept, so a NaN affects one step. The finite rest of a step that a loss scaler skips is kept, and sent at the old scale.
+    With a `decay` below 1 the residual is multiplied by it in each step: it acts as a momentum, and old errors are forgotten.
     """
     if hooks:
         given = ", ".join(map(repr, hooks))
         raise UsageTypeError(
-            f"error_feedback({given}): it is a stage, which takes no arguments. Use chain(error_feedback(), {given})."
+            f"error_feedback({given}): it is a stage, which takes no hook. Use chain(error_feedback(), {given})."
         )
-    return NamedStage("error_feedback()", ErrorFeedback)
+    return NamedStage(_call(decay), lambda inner: ErrorFeedback(inner, decay))
