@@ -118,6 +118,15 @@ class Slices:
     def numel(self) -> int:
         return sum(length for _, length in self.ranges)
 
+    def within(self, start: int, length: int, *, origin: int = 0) -> Slices:
+        """What is in this range of the buffer, with offsets from `origin`.
+
+        >>> Slices(((0, 4), (6, 4))).within(2, 6, origin=2).ranges
+        ((0, 2), (4, 2))
+        """
+        ends = [(max(offset, start), min(offset + n, start + length)) for offset, n in self.ranges]
+        return Slices.of([(low - origin, high - low) for low, high in ends if low < high])
+
     def take(self, flat: Tensor) -> Tensor:
         """The slices of `flat` in one row: a view if there is only one."""
         views = self._views(flat)

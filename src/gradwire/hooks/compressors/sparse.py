@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.collectives import all_gather, all_gather_into_tensor
+from gradwire.collectives import all_gather, all_gather_into_tensor, all_to_all_single
 from gradwire.collectives.lower import as_bytes
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import NamedStage, checks_arguments
@@ -111,13 +111,18 @@ def _rows(lists: list[Pairs], chosen: Pairs, turn: Turn) -> Reduced:
     value = turn.room
     if value is None or value.dtype != number:
         value = torch.empty(count(turn.spec), dtype=number, device=chosen.values.device)
-    value.zero_()
-    for indices, values in lists:
-        value.index_add_(0, indices, values.to(number).div_(turn.counted))
-    sent = value  # not needed if donated
-    if not turn.donated:
-        sent = torch.zeros_like(value).index_copy_(0, chosen.indices.long(), chosen.values.to(number))
+    _add_up(lists, value.zero_(), turn)
+    sent = value if turn.donated else _spread(chosen, value)
     return Reduced(as_dtype(value, dtype), as_dtype(sent, dtype))
+
+
+def _add_up(lists: list[Pairs], value: Tensor, turn: Turn) -> None:
+    for indices, values in lists:
+        value.index_add_(0, indices, values.to(value.dtype).div_(turn.counted))
+
+
+def _spread(chosen: Pairs, like: Tensor) -> Tensor:
+    return torch.zeros_like(like).index_copy_(0, chosen.indices.long(), chosen.values.to(like.dtype))
 
 
 class _Selecting(SendsPairs):
@@ -163,11 +168,33 @@ class TopK(_Selecting):
         drop_nonfinite_(residual)
         return reduced
 
+    def reduce_scatter(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        """Send each rank as many of the elements in its row: an equal share of the k of `reduce`, rounded up."""
+        self.refuse_sparse(grad, turn.spec)
+        flat, form, size = real(grad), self.form(turn.spec), turn.world_size
+        rows, k = flat.tensor_split(size), self._per_row(flat.numel(), size)
+        chosen = [Pairs(indices, row[indices].to(form.values)) for row in rows for indices in (largest(row, k),)]
+        message = torch.stack([form.pack(Pairs(indices.to(form.indices), values)) for indices, values in chosen])
+        received = torch.empty_like(message)
+        yield all_to_all_single(received, message, label=f"bucket {turn.spec.index}")
+        value = torch.zeros(rows[0].numel(), dtype=number_dtype(grad.dtype), device=grad.device)
+        _add_up([form.unpack(packed) for packed in received], value, turn)
+        sent = value
+        if not turn.donated:
+            sent = torch.cat([_spread(pairs, value) for pairs in chosen])
+        return Reduced(as_dtype(value, grad.dtype), as_dtype(sent, grad.dtype))
+
+    def _per_row(self, numel: int, rows: int) -> int:
+        return min(numel // rows, -(-share_of(numel, ratio=self.ratio, k=self.k) // rows))
+
     def capture_key(self, turn: Turn) -> int:
         return 0
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return (world_size - 1) * share_of(count(spec), ratio=self.ratio, k=self.k) * self.form(spec).nbytes
+
+    def scatter_wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        return (world_size - 1) * self._per_row(count(spec), world_size) * self.form(spec).nbytes
 
 
 @checks_arguments(ratio="(0, 1]", k="[1, inf)", values=VALUES)

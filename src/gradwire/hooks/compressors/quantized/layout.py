@@ -9,6 +9,7 @@ B elements with p codes per byte holds the elements j, j + B/p, j + 2 B/p, ..., 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -73,27 +74,60 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
+class RowPart:
+    """The elements of one bit width in one or more rows of a message."""
+
+    slices: Slices
+    rows: slice
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
 class MessageLayout:
     sections: tuple[Section, ...]
     block: int
 
     def parts(self, ranks: int) -> tuple[Part, ...]:
         """Where each section is in a message with a row for each rank."""
+        return self._parts([-(-section.slices.numel // (self.block * ranks)) for section in self.sections])
+
+    def _parts(self, blocks: Sequence[int]) -> tuple[Part, ...]:
         found, at = [], 0
-        for section in self.sections:
-            numel = section.slices.numel
-            blocks = -(-numel // (self.block * ranks))
-            scales_at = at + _aligned(blocks * self.block * section.bits // 8)
-            found.append(Part(section.bits, self.block, numel, blocks, 0, at, scales_at))
-            at = scales_at + _aligned(4 * blocks)
+        for section, each in zip(self.sections, blocks, strict=True):
+            scales_at = at + _aligned(each * self.block * section.bits // 8)
+            found.append(Part(section.bits, self.block, section.slices.numel, each, 0, at, scales_at))
+            at = scales_at + _aligned(4 * each)
         return tuple(replace(part, stride=at) for part in found)
 
     def stride(self, ranks: int) -> int:
         return next((part.stride for part in self.parts(ranks)), 0)
 
+    def rows(self, ranks: int) -> list[list[RowPart]]:
+        """For each section, its elements in each of `ranks` equal rows of the bucket, padded to the same number of blocks."""
+        numel = sum(section.slices.numel for section in self.sections) // ranks
+        inside = [[section.slices.within(r * numel, numel) for r in range(ranks)] for section in self.sections]
+        parts = self._parts([-(-max(row.numel for row in rows) // self.block) for rows in inside])
+        return [
+            [RowPart(row, slice(r, r + 1), replace(part, numel=row.numel)) for r, row in enumerate(rows)]
+            for part, rows in zip(parts, inside, strict=True)
+        ]
+
+
+def joined(rows: list[RowPart]) -> list[RowPart]:
+    """All rows of a section in one part, if none of them is padded."""
+    part = rows[0].part
+    if any(row.part.numel != part.row for row in rows):
+        return rows
+    slices = Slices.of([each for row in rows for each in row.slices.ranges])
+    return [RowPart(slices, slice(0, len(rows)), replace(part, numel=slices.numel))]
+
 
 def part_of(numel: int, bits: int, *, block: int = 256, rows: int = 1) -> Part:
-    return MessageLayout((Section(bits, Slices(((0, numel),))),), block).parts(rows)[0]
+    return of_one_section(numel, bits, block=block).parts(rows)[0]
+
+
+def of_one_section(numel: int, bits: int, *, block: int = 256) -> MessageLayout:
+    return MessageLayout((Section(bits, Slices(((0, numel),))),), block)
 
 
 def lay_out(spec: BucketSpec, rules: Rules, block: int) -> MessageLayout:

@@ -16,7 +16,7 @@ from gradwire.hooks.arguments import checks_arguments
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.quantized import codec
-from gradwire.hooks.compressors.quantized.layout import WIDTHS, MessageLayout, Rules, lay_out
+from gradwire.hooks.compressors.quantized.layout import WIDTHS, MessageLayout, RowPart, Rules, joined, lay_out
 from gradwire.hooks.numerics.elementwise import as_dtype, float32_error, real
 from gradwire.hooks.numerics.rng import key as rng_key
 
@@ -105,6 +105,42 @@ class Quantize(CommHook):
         codec.decode(received, grad, part)
         return Reduced(grad, grad)
 
+    def reduce_scatter(self, grad: Tensor, state: MessageLayout, turn: Turn) -> Reduction:
+        """Send quantized rows to their owners, which average them: the first half of `reduce`, on rows of the bucket."""
+        self.refuse_sparse(grad, turn.spec)
+        flat = real(grad.view(-1))
+        sections, keys = state.rows(turn.world_size), self._keys(turn)
+        pieces = [piece for rows in sections for piece in joined(rows)]
+        message = flat.new_empty((turn.world_size, pieces[0].part.stride), dtype=torch.uint8)
+        for piece in pieces:
+            key = parity(turn) if piece.part.bits == 1 else next(keys)
+            codec.quantize(piece.slices.take(flat), message[piece.rows], piece.part, key)
+        received = torch.empty_like(message)
+        yield all_to_all_single(received, message, label=f"bucket {turn.spec.index}")
+
+        value = as_dtype(self._own_row(received, sections, flat, turn), grad.dtype)
+        sent = None if turn.donated else torch.empty_like(flat)
+        if sent is None:
+            return Reduced(value, value)
+        for piece in pieces:
+            room = piece.slices.room(sent)
+            codec.decode(message[piece.rows], room, piece.part)
+            piece.slices.put(sent, room)
+        return Reduced(value, as_dtype(sent, grad.dtype))
+
+    def _own_row(self, received: Tensor, sections: list[list[RowPart]], flat: Tensor, turn: Turn) -> Tensor:
+        value = flat.new_empty(flat.numel() // turn.world_size)
+        for rows in sections:
+            slices, part = rows[turn.rank].slices, rows[turn.rank].part
+            low = turn.rank * value.numel()
+            slices = slices.within(low, value.numel(), origin=low)
+            mean = (
+                slices.room(value) if value.dtype == torch.float32 else flat.new_empty(part.numel, dtype=torch.float32)
+            )
+            codec.decode(received, mean, part, 1 / turn.counted)
+            slices.put(value, mean)
+        return value
+
     def capture_key(self, turn: Turn) -> int | None:
         if self.rounding != "nearest":
             return None
@@ -118,6 +154,9 @@ class Quantize(CommHook):
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return 2.0 * (world_size - 1) * self.init(spec).stride(world_size)
+
+    def scatter_wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        return float((world_size - 1) * self.init(spec).rows(world_size)[0][0].part.stride)
 
     def __repr__(self) -> str:
         bits = self.rules[0][1] if len(self.rules) == 1 and self.rules[0][0] == "*" else dict(self.rules)

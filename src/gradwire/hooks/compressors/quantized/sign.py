@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +14,7 @@ from gradwire.hooks.arguments import checks_arguments
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.quantized import codec
-from gradwire.hooks.compressors.quantized.layout import Part, part_of
+from gradwire.hooks.compressors.quantized.layout import Part, joined, of_one_section, part_of
 from gradwire.hooks.compressors.quantized.quantize import parity
 from gradwire.hooks.numerics.elementwise import as_dtype, float32_error, real
 
@@ -22,6 +23,10 @@ from gradwire.hooks.numerics.elementwise import as_dtype, float32_error, real
 class _ScaleGroups:
     counts: tuple[int, ...]
     on_device: Tensor
+
+    @classmethod
+    def of(cls, counts: Sequence[int], device: torch.device) -> _ScaleGroups:
+        return cls(tuple(counts), torch.tensor(counts, dtype=torch.int64, device=device))
 
     @property
     def numel(self) -> int:
@@ -66,8 +71,7 @@ class Sign(CommHook):
 
     def init(self, spec: BucketSpec) -> _ScaleGroups:
         """Which elements share a scale: derived data, not state that is saved."""
-        counts = _counts(spec, self.per)
-        return _ScaleGroups(counts, torch.tensor(counts, dtype=torch.int64, device=spec.device))
+        return _ScaleGroups.of(_counts(spec, self.per), spec.device)
 
     def reduce(self, grad: Tensor, state: _ScaleGroups, turn: Turn) -> Reduction:
         """Gather signs and scales; or exchange signs, count votes, gather the results."""
@@ -104,17 +108,7 @@ class Sign(CommHook):
         signs, theirs = _apart(received, part)
         low = turn.rank * part.row
         own = part.owned_by(turn.rank)
-        votes = torch.zeros(own.numel, dtype=torch.float32, device=flat.device)
-        total = torch.zeros_like(votes)
-        tie = votes
-        for rank in range(size):
-            sign = _meant(signs[rank], own)
-            scale = groups.spread(theirs[rank])[low : low + own.numel]
-            votes = votes + sign * (scale > 0)  # a rank with zeros only does not vote
-            total += sign * scale
-            if rank == turn.rank:
-                tie = sign
-        vote = torch.where(votes == 0, tie, votes)
+        vote, mean = _tally(signs, (groups.spread(each)[low : low + own.numel] for each in theirs), own, turn)
         results = message.new_empty((size, part.blocks * part.block_bytes))
         yield all_gather_into_tensor(results, _signs(vote, own, 1, 0), label=label)
 
@@ -127,9 +121,38 @@ class Sign(CommHook):
             return Reduced(value, value)
         sent = groups.scale_(_meant(message[:, : results.shape[1]], part), scales)
         # The difference between vote and mean is the error of the slice's owner.
-        off = value.narrow(0, min(low, part.numel), own.numel) - total * (1 / count)
+        off = value.narrow(0, min(low, part.numel), own.numel) - mean
         sent.narrow(0, min(low, part.numel), own.numel).add_(off, alpha=count)
         return Reduced(value, sent)
+
+    def reduce_scatter(self, grad: Tensor, state: _ScaleGroups, turn: Turn) -> Reduction:
+        """Send each rank the signs in its row, and the scales of the parameters there."""
+        self.refuse_sparse(grad, turn.spec)
+        flat, size, low = real(grad.view(-1)), turn.world_size, turn.rank * (state.numel // turn.world_size)
+        scales = state.scales(flat.to(torch.float32))
+        [rows], groups = of_one_section(state.numel, 1).rows(size), _in_rows(state.counts, size)
+        pieces, own = joined(rows), rows[turn.rank].part
+        signs = torch.cat(
+            [_signs(p.slices.take(flat), p.part, p.rows.stop - p.rows.start, parity(turn)) for p in pieces]
+        )
+        there = torch.tensor([indices for indices, _ in groups], device=flat.device)
+        message = torch.cat([signs, scales[there].view(torch.uint8)], 1)
+        received = torch.empty_like(message)
+        yield all_to_all_single(received, message, label=f"bucket {turn.spec.index}")
+
+        mine = _ScaleGroups.of(groups[turn.rank][1], flat.device)
+        their_signs, their_scales = _apart(received, own)
+        their_scales = their_scales[:, : len(mine.counts)]
+        vote, mean = _tally(their_signs, map(mine.spread, their_scales), own, turn)
+        value = mean
+        if self.scale == "majority":
+            value = mine.scale_(vote.sign(), their_scales.sum(0).mul_(1 / turn.counted))
+        if turn.donated:
+            return Reduced(as_dtype(value, grad.dtype), grad)
+        sent = state.scale_(torch.cat([_meant(signs[p.rows], p.part) for p in pieces]), scales)
+        if value is not mean:  # the error of the row's owner
+            sent.narrow(0, low, own.numel).add_(value - mean, alpha=turn.counted)
+        return Reduced(as_dtype(value, grad.dtype), as_dtype(sent, grad.dtype))
 
     def capture_key(self, turn: Turn) -> int:
         return parity(turn)
@@ -139,6 +162,11 @@ class Sign(CommHook):
         rows, times = (1, 1) if self.scale == "mean" else (world_size, 2)
         part = part_of(sum(counts), 1, rows=rows)
         return float((world_size - 1) * (times * part.blocks * part.block_bytes + 4 * len(counts)))
+
+    def scatter_wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        counts = _counts(spec, self.per)
+        part, (there, _) = part_of(sum(counts) // world_size, 1), _in_rows(counts, world_size)[0]
+        return float((world_size - 1) * (part.blocks * part.block_bytes + 4 * len(there)))
 
 
 @checks_arguments(scale=("mean", "majority"), per=("parameter", "bucket"))
@@ -166,6 +194,25 @@ def _counts(spec: BucketSpec, per: str) -> tuple[int, ...]:
     return tuple(reals * numel for numel in spec.numels) if per == "parameter" else (reals * spec.numel,)
 
 
+def _in_rows(counts: Sequence[int], rows: int) -> list[tuple[list[int], list[int]]]:
+    """For each of `rows` equal rows, the indices of the parameters in it, repeated up to the same number, and their counts there.
+
+    >>> _in_rows([4, 1, 1], 2)
+    [([0, 0, 0], [3]), ([0, 1, 2], [1, 1, 1])]
+    """
+    row, begin = max(1, sum(counts) // rows), 0
+    inside: list[tuple[list[int], list[int]]] = [([], []) for _ in range(rows)]
+    for index, number in enumerate(counts):
+        end = begin + number
+        for r in range(begin // row, max(begin, end - 1) // row + 1):
+            indices, lengths = inside[min(r, rows - 1)]
+            indices.append(index)
+            lengths.append(min(end, (r + 1) * row) - max(begin, r * row))
+        begin = end
+    width = max(len(indices) for indices, _ in inside)
+    return [(indices + (indices or [0])[-1:] * (width - len(indices)), lengths) for indices, lengths in inside]
+
+
 def _signs(flat: Tensor, part: Part, rows: int, key: int) -> Tensor:
     """The packed signs: the codes of the codec's message, without its scales per block."""
     message = torch.empty((rows, part.stride), dtype=torch.uint8, device=flat.device)
@@ -182,6 +229,17 @@ def _meant(signs: Tensor, part: Part) -> Tensor:
         message[:, : part.scales_at] = rows  # the scales stay 1
         codec.decode(message, out, part)
     return out
+
+
+def _tally(signs: Tensor, scales: Iterable[Tensor], own: Part, turn: Turn) -> tuple[Tensor, Tensor]:
+    """The votes of all ranks on this rank's elements, which breaks ties, and the mean of their scaled signs."""
+    votes = torch.zeros(own.numel, dtype=torch.float32, device=signs.device)
+    mean = torch.zeros_like(votes)
+    for rank, scale in enumerate(scales):
+        sign = _meant(signs[rank], own)
+        votes += sign * (scale > 0)  # a rank with zeros only does not vote
+        mean += sign * scale
+    return torch.where(votes == 0, _meant(signs[turn.rank], own), votes), mean.mul_(1 / turn.counted)
 
 
 def _apart(received: Tensor, part: Part) -> tuple[Tensor, Tensor]:
