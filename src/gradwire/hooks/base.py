@@ -184,6 +184,10 @@ class CommHook(ABC):
         """
         return None
 
+    def scatter_with_residual(self, grad: Tensor, residual: Tensor, state: Any, turn: Turn) -> Reduction | None:
+        """As `reduce_with_residual`, for `reduce_scatter`."""
+        return None
+
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         """The bytes that a rank sends for a bucket; None if that depends on the values.
 

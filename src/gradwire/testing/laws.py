@@ -290,7 +290,7 @@ def check_hook(
     for ranks in world_sizes if layout is None else (layout.size,):
         trials = [HookTrial(hook, spec, ranks, seed, steps, layout)]
         if hook.scatters:
-            trials.append(HookTrial(_Gathered(hook), _divisible(spec, ranks), ranks, seed, steps, layout))
+            trials.append(HookTrial(Gathered(hook), _divisible(spec, ranks), ranks, seed, steps, layout))
         for trial, law in itertools.product(trials, laws):
             problem: Exception | None = None
             try:
@@ -308,7 +308,7 @@ def check_hook(
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class _Gathered(Wrapped):
+class Gathered(Wrapped):
     """A hook's `reduce_scatter`, followed by an all-gather of the rows, so that the laws of `reduce` apply to it."""
 
     collectives = None

@@ -18,6 +18,8 @@ from gradwire.hooks.compressors.quantized import codec, eager, loops
 from gradwire.hooks.compressors.quantized.layout import Part, lay_out, part_of
 from gradwire.parallel import replicate
 from gradwire.testing import simulate
+from gradwire.testing.laws import Gathered
+from gradwire.testing.simulate import one_parameter
 from helpers.buckets import bucket
 
 needs_numba = pytest.mark.skipif(not loops.available(), reason="needs numba")
@@ -179,14 +181,19 @@ def test_compiled_loops_give_the_bits_of_torch(
 @needs_numba
 @pytest.mark.parametrize("hook", [*map(quantize, BITS), quantize(4, rounding="stochastic")], ids=repr)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_compiled_feedback_gives_the_bits_of_torch(hook: CommHook, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("scattered", "numel"), [(False, 1000), (True, 1200), (True, 1536)])
+def test_compiled_feedback_gives_the_bits_of_torch(
+    hook: CommHook, ranks: int, scattered: bool, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1200 elements each rank's row is padded to a whole block, of 1536 none is."""
     hook, results = chain(error_feedback(), hook), []
+    hook = Gathered(hook) if scattered else hook
     for available in (True, False):
         monkeypatch.setattr(loops, "available", lambda available=available: available)
         assert codec.has_feedback(torch.ones(1), torch.zeros(1)) == available
         states: Any = None
         for step in range(4):
-            brought = [normal(1000, seed=9 * step + r) * torch.exp(3 * normal(1000, seed=r)) for r in range(ranks)]
+            brought = [normal(numel, seed=9 * step + r) * torch.exp(3 * normal(numel, seed=r)) for r in range(ranks)]
             brought[0][300] = (1.0, NAN, -INF, 0.0)[step]
             brought[-1][512:] *= step != 2  # a block of zeros
             divisor = max(1, ranks - 1) if step == 3 else None
@@ -287,9 +294,21 @@ def test_the_first_pattern_wins_and_one_must_match() -> None:
         quantize({"*.bias": 8}).init(spec)
 
 
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(("ranks", "numel"), [(1, 1000), (2, 1000), (2, 1024), (3, 999)])
+def test_each_rank_has_the_mean_of_the_codes_of_its_row(bits: int, ranks: int, numel: int, way: str) -> None:
+    brought = [normal(numel, seed=r) for r in range(ranks)]
+    done = simulate(Gathered(quantize(bits)), brought)
+    sent = [torch.cat([naive(row, bits) for row in g.chunk(ranks)]) for g in brought]
+    torch.testing.assert_close(done.reduced[0].value.double(), torch.stack(sent).mean(0), rtol=1e-5, atol=1e-5)
+    blocks = math.ceil(numel / ranks / 256)
+    message = blocks * 32 * bits + 16 * math.ceil(blocks / 4)
+    assert quantize(bits).scatter_wire_bytes(one_parameter(brought[0]), ranks) == (ranks - 1) * message
+
+
 def two_parameters(ranks: int) -> tuple[BucketSpec, list[Tensor]]:
-    brought = [torch.cat([normal(300, seed=r), 100 * normal(40, seed=r + 50)]) for r in range(ranks)]
-    return bucket((300,), (40,)), brought
+    brought = [torch.cat([normal(300, seed=r), 100 * normal(42, seed=r + 50)]) for r in range(ranks)]
+    return bucket((300,), (42,)), brought
 
 
 def signs(g: Tensor) -> Tensor:
@@ -303,14 +322,17 @@ def test_the_mean_of_scaled_signs(per: Any, divisor: int | None, way: str) -> No
     if divisor:
         brought[-1].zero_()
     scaled = [signs(g) * scales(g, per) for g in brought]
-    done = simulate(sign("mean", per=per), brought, spec=spec, divisor=divisor)
-    for rank, (value, sent) in enumerate(done.reduced):
-        torch.testing.assert_close(value, torch.stack(scaled).sum(0) / (divisor or 3))
-        torch.testing.assert_close(sent, scaled[rank])
+    for hook in (sign("mean", per=per), Gathered(sign("mean", per=per))):
+        done = simulate(hook, brought, spec=spec, divisor=divisor)
+        for rank, (value, sent) in enumerate(done.reduced):
+            torch.testing.assert_close(value, torch.stack(scaled).sum(0) / (divisor or 3))
+            torch.testing.assert_close(sent, scaled[rank])
+    # The second parameter shares a row with the first, so each message has two scales.
+    assert sign("mean", per=per).scatter_wire_bytes(spec, 3) == 2 * (32 + (8 if per == "parameter" else 4))
 
 
 def scales(g: Tensor, per: str) -> Tensor:
-    pieces = g.split([300, 40]) if per == "parameter" else [g]
+    pieces = g.split([300, 42]) if per == "parameter" else [g]
     return torch.cat([p.abs().mean().expand(p.numel()) for p in pieces])
 
 
@@ -319,9 +341,9 @@ def test_the_majority_decides_and_the_scale_is_the_mean(per: Any, way: str) -> N
     spec, brought = two_parameters(3)
     votes = torch.stack([signs(g) for g in brought]).sum(0).sign()
     scale = torch.stack([scales(g, per) for g in brought]).mean(0)
-    done = simulate(sign("majority", per=per), brought, spec=spec)
-    for value, _ in done.reduced:
-        torch.testing.assert_close(value, votes * scale)
+    for hook in (sign("majority", per=per), Gathered(sign("majority", per=per))):
+        for value, _ in simulate(hook, brought, spec=spec).reduced:
+            torch.testing.assert_close(value, votes * scale)
 
 
 def test_the_owner_breaks_ties() -> None:

@@ -25,6 +25,7 @@ from gradwire.hooks.compressors.chunked import pack, unpack
 from gradwire.hooks.compressors.sparse import Format, Pairs
 from gradwire.hooks.state import split_flat
 from gradwire.testing import simulate
+from gradwire.testing.laws import Gathered
 from helpers.buckets import bucket, gradients
 
 
@@ -41,6 +42,16 @@ def test_top_k_is_the_mean_of_each_ranks_largest() -> None:
         torch.testing.assert_close(value, torch.stack(kept).mean(0))
         assert torch.equal(sent, own)
     assert done.wire_bytes == 2 * 11 * 8
+
+
+def test_scattered_top_k_chooses_in_each_row() -> None:
+    brought = gradients(3, 102)
+    done = simulate(Gathered(top_k(ratio=0.1)), brought)  # 11 of all, that is 4 of each row
+    kept = [torch.cat([keep_largest(row, 4) for row in g.chunk(3)]) for g in brought]
+    for (value, sent), own in zip(done.reduced, kept, strict=True):
+        torch.testing.assert_close(value, torch.stack(kept).mean(0))
+        assert torch.equal(sent, own)
+    assert top_k(ratio=0.1).scatter_wire_bytes(bucket((102,)), 3) == 2 * 4 * 8
 
 
 @pytest.mark.parametrize("number", [0, 3, 100, 4096, 5000])

@@ -59,6 +59,10 @@ class ErrorFeedback(Composite, Wrapped):
             fused = self.inner.reduce_with_residual(grad, state["residual"], state["inner"], turn)
         return self.around(self.inner.reduce, grad, state, turn) if fused is None else fused
 
+    def reduce_scatter(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction | None:
+        fused = self.inner.scatter_with_residual(grad, state["residual"], state["inner"], turn)
+        return Wrapped.reduce_scatter(self, grad, state, turn) if fused is None else fused
+
     def around(self, reduce: Reduce, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
         """Reduce the gradient plus the residual; the new residual is what was not sent of it."""
         # In place: the sum replaces the residual, and the new residual the sum, so that no memory is allocated.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from gradwire.errors import UsageError
 from gradwire.hooks.bucket import BucketSpec, Slices
@@ -73,8 +74,7 @@ class Section:
     slices: Slices
 
 
-@dataclass(frozen=True, slots=True)
-class RowPart:
+class RowPart(NamedTuple):
     """The elements of one bit width in one or more rows of a message."""
 
     slices: Slices

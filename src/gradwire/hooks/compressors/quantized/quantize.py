@@ -16,7 +16,7 @@ from gradwire.hooks.arguments import checks_arguments
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.quantized import codec
-from gradwire.hooks.compressors.quantized.layout import WIDTHS, MessageLayout, RowPart, Rules, joined, lay_out
+from gradwire.hooks.compressors.quantized.layout import WIDTHS, MessageLayout, Rules, joined, lay_out
 from gradwire.hooks.numerics.elementwise import as_dtype, float32_error, real
 from gradwire.hooks.numerics.rng import key as rng_key
 
@@ -86,9 +86,12 @@ class Quantize(CommHook):
         self, grad: Tensor, residual: Tensor, state: MessageLayout, turn: Turn
     ) -> Reduction | None:
         """In three passes, if the whole bucket has one bit width: see `codec.has_feedback`."""
-        whole = len(state.sections) == 1 and state.sections[0].slices.numel == grad.numel()
-        fits = turn.donated and whole and codec.has_feedback(grad, residual)
+        fits = self._fuses(grad, residual, state, turn)
         return self._reduce_with_residual(grad, residual, state, turn) if fits else None
+
+    def _fuses(self, grad: Tensor, residual: Tensor, state: MessageLayout, turn: Turn) -> bool:
+        whole = len(state.sections) == 1 and state.sections[0].slices.numel == grad.numel()
+        return turn.donated and whole and codec.has_feedback(grad, residual)
 
     def _reduce_with_residual(self, grad: Tensor, residual: Tensor, state: MessageLayout, turn: Turn) -> Reduction:
         [part], label, keys = state.parts(turn.world_size), f"bucket {turn.spec.index}", self._keys(turn)
@@ -108,38 +111,40 @@ class Quantize(CommHook):
     def reduce_scatter(self, grad: Tensor, state: MessageLayout, turn: Turn) -> Reduction:
         """Send quantized rows to their owners, which average them: the first half of `reduce`, on rows of the bucket."""
         self.refuse_sparse(grad, turn.spec)
+        return (yield from self._scatter(grad, None, state, turn))
+
+    def scatter_with_residual(
+        self, grad: Tensor, residual: Tensor, state: MessageLayout, turn: Turn
+    ) -> Reduction | None:
+        fits = self._fuses(grad, residual, state, turn)
+        return self._scatter(grad, residual, state, turn) if fits else None
+
+    def _scatter(self, grad: Tensor, residual: Tensor | None, state: MessageLayout, turn: Turn) -> Reduction:
         flat = real(grad.view(-1))
         sections, keys = state.rows(turn.world_size), self._keys(turn)
         pieces = [piece for rows in sections for piece in joined(rows)]
         message = flat.new_empty((turn.world_size, pieces[0].part.stride), dtype=torch.uint8)
-        for piece in pieces:
-            key = parity(turn) if piece.part.bits == 1 else next(keys)
-            codec.quantize(piece.slices.take(flat), message[piece.rows], piece.part, key)
+        for slices, rows, part in pieces:
+            key = parity(turn) if part.bits == 1 else next(keys)
+            if residual is None:
+                codec.quantize(slices.take(flat), message[rows], part, key)
+            else:  # whose own row is final as well: the mean is not rounded
+                codec.quantize_sum(slices.take(flat), slices.take(residual), message[rows], part, key, -1)
         received = torch.empty_like(message)
         yield all_to_all_single(received, message, label=f"bucket {turn.spec.index}")
 
-        value = as_dtype(self._own_row(received, sections, flat, turn), grad.dtype)
-        sent = None if turn.donated else torch.empty_like(flat)
-        if sent is None:
-            return Reduced(value, value)
-        for piece in pieces:
-            room = piece.slices.room(sent)
-            codec.decode(message[piece.rows], room, piece.part)
-            piece.slices.put(sent, room)
-        return Reduced(value, as_dtype(sent, grad.dtype))
-
-    def _own_row(self, received: Tensor, sections: list[list[RowPart]], flat: Tensor, turn: Turn) -> Tensor:
         value = flat.new_empty(flat.numel() // turn.world_size)
-        for rows in sections:
-            slices, part = rows[turn.rank].slices, rows[turn.rank].part
-            low = turn.rank * value.numel()
-            slices = slices.within(low, value.numel(), origin=low)
-            mean = (
-                slices.room(value) if value.dtype == torch.float32 else flat.new_empty(part.numel, dtype=torch.float32)
-            )
+        for own, _, part in (rows[turn.rank] for rows in sections):
+            here = own.within(turn.rank * value.numel(), value.numel(), origin=turn.rank * value.numel())
+            mean = here.room(value) if value.dtype == torch.float32 else flat.new_empty(part.numel, dtype=torch.float32)
             codec.decode(received, mean, part, 1 / turn.counted)
-            slices.put(value, mean)
-        return value
+            here.put(value, mean)
+        sent = flat if turn.donated else torch.empty_like(flat)
+        for slices, rows, part in () if turn.donated else pieces:
+            room = slices.room(sent)
+            codec.decode(message[rows], room, part)
+            slices.put(sent, room)
+        return Reduced(as_dtype(value, grad.dtype), as_dtype(sent, grad.dtype))
 
     def capture_key(self, turn: Turn) -> int | None:
         if self.rounding != "nearest":
