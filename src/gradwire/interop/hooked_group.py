@@ -4,9 +4,9 @@ FSDP2 averages gradients over the replicas of a mesh by `dist.all_reduce`, befor
 of that all-reduce only as the process group of the mesh dimension.
 
 Note [What is a gradient]
-A sum or average of one floating-point tensor that is submitted while autograd runs a backward, in any of its threads. All else
-passes as it is: the loss, gradient norms and metrics, which are reduced between backwards, maxima, integers, broadcasts. All ranks
-submit the same operations in the same order, so they decide alike.
+A sum or average of one floating-point tensor, all-reduced or reduced and scattered, that is submitted while autograd runs a
+backward, in any of its threads. All else passes as it is: the loss, gradient norms and metrics, which are reduced between
+backwards, maxima, integers, broadcasts. All ranks submit the same operations in the same order, so they decide alike.
 
 Note [Which gradient it is]
 A hook's state belongs to a gradient, and the operation does not name it. But a model reduces its gradients in the same order in
@@ -47,6 +47,7 @@ from gradwire.recorder.format import RecordKind
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.model_events import ModelEvents
 
+_REDUCTIONS = (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER_TENSOR)
 _SUMS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM)
 
 
@@ -104,7 +105,7 @@ class HookedGroup(TrackedWrapper):
         return partial(self._running.pop, thread, None)
 
     def _is_gradient(self, op: Collective) -> bool:
-        if op.kind is not OpKind.ALL_REDUCE or op.reduce_op not in _SUMS or op.scope is not Scope.WORLD:
+        if op.kind not in _REDUCTIONS or op.reduce_op not in _SUMS or op.scope is not Scope.WORLD:
             return False
         in_backward = torch._C._current_graph_task_id() != -1 and type(self.hook) is not Mean
         return in_backward and len(op.inputs) == 1 and _is_float(op.inputs[0])
@@ -239,14 +240,20 @@ class _Gradient:
         op, spec = self.op, self._spec
         if self._begins:
             runner.states.next_step()
+        scatters = op.kind is OpKind.REDUCE_SCATTER_TENSOR
         flat = op.inputs[0].contiguous().view(-1)
+        if scatters and flat.data_ptr() == op.inputs[0].data_ptr():
+            flat = flat.clone()  # the hook may overwrite it, and it is the caller's
         if op.factor is not None:
             flat.mul_(op.factor)
         bucket, step, output = GradBucket(spec, flat, (), is_last=False), runner.step, op.outputs[0]
         events.bucket(RecordKind.BUCKET_FULL, spec, step)
         events.bucket(RecordKind.BUCKET_LAUNCHED, spec, step, hook=runner.name)
         with writer.within(events.place(step, spec.index)):
-            value = runner.start(bucket).wait() if flat.is_cuda else runner.run(bucket)
+            if scatters:
+                value = runner.run_scattered(bucket)
+            else:
+                value = runner.start(bucket).wait() if flat.is_cuda else runner.run(bucket)
         output.copy_(value.view(output.shape))
         if op.reduce_op is not ReduceOp.AVG:
             output.mul_(runner.group.size)

@@ -150,7 +150,7 @@ def test_fsdp_reduces_its_gradients_by_the_hook_of_a_mesh_dimension(fresh: Calla
             )
 
 
-def in_ddp_and_replicate(rank: int, size: int, kind: str) -> dict[str, Tensor]:
+def in_other_forms(rank: int, size: int, kind: str) -> dict[str, Tensor]:
     done = {}
     replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
     for name, hook in {"stock": None, "mean": mean(), "q8": Q8}.items():
@@ -162,14 +162,22 @@ def in_ddp_and_replicate(rank: int, size: int, kind: str) -> dict[str, Tensor]:
         for block in model.children():
             replicate(block, mesh=mesh)
         done[f"replicate, {name}"] = train(replicate(model, mesh=mesh), mesh.get_group(), rank)
+        shards = init_device_mesh(
+            "cpu", (size,), mesh_dim_names=("fsdp",), backend_override={"fsdp": backend_of(hook, kind)}
+        )
+        done[f"fsdp, {name}"] = train(sharded(build(), shards), shards.get_group(), rank)
+        if hook is Q8:
+            group: Any = gw.from_process_group(shards.get_group())
+            gradients = [s.kind for s in group.inner.submitted if s.label.startswith("bucket")]
+            assert gradients == [OpKind.ALL_TO_ALL_SINGLE] * 4 * 4
     return done
 
 
 @pytest.mark.parametrize("kind", ["gloo", "shared_memory"])
-def test_stock_ddp_and_replicate_do_too(fresh: Callable[..., Any], kind: str) -> None:
-    (ranks,) = fresh(partial(in_ddp_and_replicate, kind=kind), ("gloo",))
+def test_stock_ddp_replicate_and_shards_do_too(fresh: Callable[..., Any], kind: str) -> None:
+    (ranks,) = fresh(partial(in_other_forms, kind=kind), ("gloo",))
     for done in ranks:
-        for form in ("ddp", "replicate"):
+        for form in ("ddp", "replicate", "fsdp"):
             plain, ours, q8 = (done[f"{form}, {name}"] for name in ("stock", "mean", "q8"))
             assert torch.equal(ours, plain)
             assert not torch.equal(q8, plain)

@@ -22,6 +22,7 @@ from gradwire.hooks import (
     error_feedback,
     local_sgd,
     mean,
+    power_sgd,
     quantize,
     top_k,
 )
@@ -105,6 +106,23 @@ def test_the_divisor_is_the_callers():
     for total, average, scaled in run_ranks(rank_main, 3, kind="threads", wrap=hooked(Q8)):
         assert (total, average) == (6 * 127.0, 2 * 127.0)
         assert scaled == pytest.approx(2 * 127.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("hook", [Q8, power_sgd(rank=1, batched=True, min_compression=1.0)])
+def test_what_is_reduced_and_scattered_is_a_gradient_too(hook: CommHook):
+    """Whether the hook can scatter or not. The input stays as it was."""
+
+    def rank_main(group: Any) -> Any:
+        whole, mine = torch.full((2, 8), 127.0 * (group.rank + 1)), torch.empty(1, 8)
+        for op in (ReduceOp.SUM, ReduceOp.AVG):
+            in_backward(lambda op=op: group.reduce_scatter_tensor(mine, whole, op=op))
+            torch.testing.assert_close(
+                mine, torch.full((1, 8), 127.0 * (3 if op is ReduceOp.SUM else 1.5)), rtol=1e-2, atol=0
+            )
+        assert torch.equal(whole, torch.full((2, 8), 127.0 * (group.rank + 1)))
+        return "reduce_scatter_tensor" in kinds_of(group)
+
+    assert run_ranks(rank_main, 2, kind="threads", wrap=recorded(hook)) == [False] * 2
 
 
 def test_a_tensor_with_gaps_is_reduced_in_place():
