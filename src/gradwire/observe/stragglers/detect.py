@@ -185,13 +185,13 @@ def compare(times: Times, steps: Sequence[int]) -> list[Straggler]:
     waits = any(one.backward_waits for row in rows.values() for one in row)
     phases = [phase for phase in COMPUTE if not waits or phase is not Phase.BACKWARD]
     slow = _noticeable([_slow_in(phase, rows) for phase in phases], step_seconds)
-    ready = {rank: [one.last_ready for one in row] for rank, row in rows.items()}
+    ready = {rank: [one.last_ready for one in row] for rank, row in rows.items() if slow}
     guilty = {rank: phases for rank, phases in slow.items() if _times_late(rank, ready, slow) > len(steps) / 2}
+    saved = _saved(guilty, ready) if guilty else []
+    if not guilty or fmean(saved) < _WORTH_SAVING * step_seconds:
+        return []
     last = Counter(max(ready, key=lambda rank: ready[rank][i]) for i in range(len(steps)))
     step_by_step = [median(one.seconds for one in column) for column in zip(*rows.values())]
-    saved = _saved(guilty, ready)
-    if fmean(saved) < _WORTH_SAVING * step_seconds:
-        return []
     without = median(time - less for time, less in zip(step_by_step, saved))
     found = []
     for rank, its in guilty.items():
