@@ -137,11 +137,10 @@ WRAPPERS: list[Wrap] = [
     Verified,
     Latched,
     throttled,
-    all_of_them,
-    ThereAndBack,
     Spartan,
     hooked,
 ]
+"""Each alone. `test_wrapped_shared_memory` has all of them together, and the adapters."""
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda w: w.__name__)
@@ -174,20 +173,25 @@ def test_hierarchical() -> None:
     assert report.ran == check_names()
 
 
-THROUGH_TWO_LEVELS = (
+PASSED_ON = (
     "all_reduce_ops", "reduce_scatter_tensor", "broadcast", "all_gather_into_tensor", "all_to_all_single", "gather", "scatter",
     "send_recv", "recv_any", "split", "split_nested", "future", "events", "usage_errors", "deadline", "missing_rank", "abort",
     "recover_again", "close", "peer_leaves", "mismatch",
 )  # fmt: skip
-"""What two levels do differently and the adapters pass on: each kind of operation, sub-groups, errors and endings. The group alone,
-and the adapters over shared memory and MPI, run all checks. Not `recv_any_alone`: gloo cannot be made to give up a receive from any
+"""What a group does differently and the adapters pass on: each kind of operation, sub-groups, errors and endings. Every group,
+and the adapters over shared memory, run all checks. Not `recv_any_alone`: gloo cannot be made to give up a receive from any
 rank, so a thread waits in it until the engine's own deadline, and the second group puts that off beyond the time for leftovers."""
+
+
+def test_threads_there_and_back() -> None:
+    report = check_group(lambda fn: run_ranks(fn, 3, kind="threads", wrap=ThereAndBack), only=PASSED_ON)
+    assert report.ran == PASSED_ON
 
 
 def test_hierarchical_through_torch(tmp_path: Path) -> None:
     wrap = with_files_in(tmp_path, ThroughTorchHierarchical)
-    report = check_group(lambda fn: run_ranks(fn, 4, kind="hierarchical", wrap=wrap), only=THROUGH_TWO_LEVELS)
-    assert report.ran == THROUGH_TWO_LEVELS
+    report = check_group(lambda fn: run_ranks(fn, 4, kind="hierarchical", wrap=wrap), only=PASSED_ON)
+    assert report.ran == PASSED_ON
 
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -199,5 +203,5 @@ def test_mpi() -> None:
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_mpi_through_torch(tmp_path: Path) -> None:
     wrap = with_files_in(tmp_path, ThroughTorch)
-    report = check_group(lambda fn: run_ranks(fn, 2, kind="mpi", wrap=wrap))
-    assert report.ran == check_names()
+    report = check_group(lambda fn: run_ranks(fn, 2, kind="mpi", wrap=wrap), only=PASSED_ON)
+    assert report.ran == PASSED_ON
