@@ -1,6 +1,6 @@
-"""Ranks that die, or stop, while a group is being made: `kill_meetings.py [--repeat N] [--seed N] [--slack S] [--only KIND]`.
+"""Ranks that die, or stop, while a group is being made: `kill_meetings.py [--repeat N] [--ranks N] [--only KIND] …`.
 
-Each meeting has eight ranks on one or two pretended hosts. One of them, chosen at random, kills itself at some point, or stops. All
+Each meeting has some ranks on one or two pretended hosts. One of them, chosen at random, kills itself at some point, or stops. All
 others must raise an error that names it: PeerLost within two seconds of its death, or CollectiveTimeout at the deadline. Then they
 end as any program does: with exit status 0, and without delay.
 
@@ -34,7 +34,7 @@ from gradwire.groups import C10dGroup, Group, HierarchicalGroup, SharedMemoryGro
 from gradwire.groups.c10d import own_engines
 from gradwire.groups.store.rendezvous import Rendezvous
 
-SIZE = 8
+SIZE = 8  # unless --ranks
 NAMED_WITHIN = 2.0
 """Seconds after a death until every other rank has named it."""
 EXIT_WITHIN = 2.0
@@ -55,7 +55,7 @@ def make(kind: str, store: Any, rank: int, timeout: float, arm: Callable[[], Non
     """The group of one rank; `arm` is called when the part begins in which a rank dies."""
     if kind == "hierarchical":
         arm()
-        return HierarchicalGroup.discover(store, rank, SIZE, timeout=timeout, host=str(rank // 4))
+        return HierarchicalGroup.discover(store, rank, SIZE, timeout=timeout, host=str(2 * rank // SIZE))
     if kind == "split":
         whole = C10dGroup.gloo(store, rank, SIZE, timeout=timeout)
         whole.barrier()
@@ -218,7 +218,9 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=1)
     arguments.add_argument("--only", choices=[*KINDS], default=None)
     arguments.add_argument("--slack", type=float, default=0.0)
+    arguments.add_argument("--ranks", type=int, default=SIZE)
     given = arguments.parse_args()
+    globals()["SIZE"] = given.ranks
     assert len(os.listdir("/proc/self/task")) == 1, "a thread was started: forking is not safe"
     gc.collect()
     gc.freeze()  # children that end would copy every page

@@ -1,4 +1,4 @@
-"""100 times: make a group, kill ranks at a random moment, look. Nothing stays behind and nobody hangs."""
+"""Many times: make a group, kill ranks at a random moment, look. Nothing stays behind and nobody hangs."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from gradwire.groups.shared_memory.segment import default_directory
 from helpers.warm_python import WarmPython
 
-CYCLES = 100
+CYCLES = 60
 
 
 @pytest.fixture
@@ -83,14 +83,16 @@ def test_a_rank_that_dies_while_it_writes_to_the_store_hangs_nobody(
 
 PROGRAM = Path(__file__).with_name("kill_meetings.py")
 REPEAT = os.environ.get("KILL_MEETINGS_REPEAT", "1")
+RANKS = 5
+"""On two hosts, of which one has three. By itself, the program starts eight."""
 
 
 @pytest.mark.usefixtures("whole_exit")
 @pytest.mark.parametrize("kind", ["gloo", "split", "hierarchical", "shared_memory"])
 def test_all_survivors_name_the_rank(kind: str, warm_python: WarmPython) -> None:
-    slack = ("--slack", "30")  # a loaded machine breaks no limit
-    done = warm_python.run_file(PROGRAM, "--repeat", REPEAT, "--only", kind, *slack, timeout=600)
+    options = ("--slack", "30", "--ranks", str(RANKS))  # a loaded machine breaks no limit
+    done = warm_python.run_file(PROGRAM, "--repeat", REPEAT, "--only", kind, *options, timeout=600)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["problems"] == []
-    assert sum(report["errors"].values()) == 7 * report["meetings"] > 0
+    assert sum(report["errors"].values()) == (RANKS - 1) * report["meetings"] > 0
