@@ -1,31 +1,25 @@
-"""gradwire in Hugging Face Accelerate: the same losses, hooks, checkpoints. Two ranks, which `accelerate launch` starts."""
+"""gradwire in Hugging Face Accelerate: the same losses, hooks, checkpoints. `accelerate launch` starts the ranks: two forks."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
-from helpers.sessions import run_session
+from helpers.warm_python import FORK_CLIENT, WarmPython
 
 CHECKS = Path(__file__).parent / "scripts" / "accelerate_checks.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_train.py"
-LAUNCH = [
-    sys.executable,
-    "-m",
-    "accelerate.commands.launch",
-    "--multi_gpu",
-    "--num_processes",
-    "2",
-    "--num_machines",
-    "1",
-]
-SETTINGS = ["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
+LAUNCH = "from accelerate.commands.launch import main; main()"
+SETTINGS = (
+    "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0", "--mixed_precision", "no",
+    "--dynamo_backend", "no", "--no_python", *FORK_CLIENT, "python", "-c",
+)  # fmt: skip
 
 
-def test_training_checkpoints_errors_and_the_example(tmp_path: Path) -> None:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HOME": str(tmp_path / "home")}
-    command = [*LAUNCH, *SETTINGS, str(CHECKS), str(EXAMPLE), str(tmp_path)]
-    out, _ = run_session(command, env=environ, timeout=300)
+def test_training_checkpoints_errors_and_the_example(warm_python: WarmPython, tmp_path: Path) -> None:
+    environ = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HOME": str(tmp_path / "home")}
+    script = [str(CHECKS), str(EXAMPLE), str(tmp_path)]
+    code = f"import runpy, sys\nsys.argv = {script!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    [done] = warm_python.run_all([(LAUNCH, *SETTINGS, code)], envs=[environ], timeout=300)
+    assert done.returncode == 0, done.stderr
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     for said in ranks:
         assert said["world"] == 2
@@ -47,7 +41,7 @@ def test_training_checkpoints_errors_and_the_example(tmp_path: Path) -> None:
         assert kinds == ["HookTypeError", "UsageError", "UsageError", "ValueError"]
     assert ranks[0]["stock"] != ranks[1]["stock"]
 
-    first, second = (line.split() for line in out.splitlines())
+    first, second = (line.split() for line in done.stdout.splitlines())
     assert first[0] == second[0] == "loss"
-    assert "quantize(bits=8" in out
+    assert "quantize(bits=8" in done.stdout
     assert float(second[1]) < float(first[1])

@@ -38,8 +38,10 @@ NAMES = ["accelerate", "lightning", "ray", "transformers"]
 
 def libraries(path: Path) -> set[str]:
     """Those that a file imports, anywhere in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    found, text = set(), path.read_text()
+    if not any(name in text for name in NAMES):
+        return found
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

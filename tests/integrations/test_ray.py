@@ -5,18 +5,18 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from helpers.sessions import run_session
 from helpers.waiting import wait_until
+from helpers.warm_python import WarmPython
 
 CHECKS = Path(__file__).parent / "scripts" / "ray_checks.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
+DRIVER = "import runpy, sys; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # until Ray sees that the workers have ended
@@ -50,10 +50,14 @@ def processes_of(directory: str) -> list[int]:
     return found
 
 
-def test_training_checkpoints_errors_and_the_example(tmp_path: Path, ray_directory: str) -> None:
+def test_training_checkpoints_errors_and_the_example(
+    tmp_path: Path, ray_directory: str, warm_python: WarmPython
+) -> None:
     (tmp_path / "saved").mkdir()
-    environ = {**os.environ, **SETTINGS, "RAY_TMPDIR": ray_directory, "OMP_NUM_THREADS": "1"}
-    out, _ = run_session([sys.executable, str(CHECKS), str(EXAMPLE), str(tmp_path)], env=environ, timeout=400)
+    environ = {**SETTINGS, "RAY_TMPDIR": ray_directory, "OMP_NUM_THREADS": "1"}
+    [done] = warm_python.run_all([(DRIVER, str(CHECKS), str(EXAMPLE), str(tmp_path))], envs=[environ], timeout=400)
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
     wait_until(lambda: not processes_of(ray_directory), "Ray's processes have ended")
 
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]

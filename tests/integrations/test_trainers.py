@@ -12,7 +12,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def test_lightning(warm_python: WarmPython, tmp_path: Path) -> None:
     example = str(EXAMPLES / "lightning_train.py")
-    texts = run_script(warm_python, CHECKS / "lightning_checks.py", example, str(tmp_path))
+    checks = CHECKS / "lightning_checks.py"
+    texts = run_script(warm_python, checks, example, str(tmp_path), imports="lightning.pytorch")
     (*shown, first), (second,) = (text.splitlines() for text in texts)
     ranks = [json.loads(line) for line in (first, second)]
     for said in ranks:
@@ -39,9 +40,8 @@ def test_lightning(warm_python: WarmPython, tmp_path: Path) -> None:
 
 def test_transformers(warm_python: WarmPython, tmp_path: Path) -> None:
     env = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    texts = run_script(
-        warm_python, CHECKS / "transformers_checks.py", str(EXAMPLES / "trainer_train.py"), str(tmp_path), env=env
-    )
+    checks, example = CHECKS / "transformers_checks.py", str(EXAMPLES / "trainer_train.py")
+    texts = run_script(warm_python, checks, example, str(tmp_path), env=env, imports="transformers.trainer")
     (*shown, first), (*_, second) = (text.splitlines() for text in texts)
     for said in map(json.loads, (first, second)):
         assert said["wrappers"]["stock"] == "torch.nn.parallel.distributed"

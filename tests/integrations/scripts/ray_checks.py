@@ -22,7 +22,7 @@ def checks(example: Any, directory: str, config: dict[str, Any]) -> None:
     from gradwire.integrations import load_hook_states, save_hook_states
     from gradwire.integrations.ray import prepare_model
 
-    feedback = hooks.chain(hooks.error_feedback(), hooks.quantize(bits=4))
+    feedback = hooks.chain(hooks.error_feedback(), hooks.cast(torch.bfloat16), hooks.mean())
     rank = dist.get_rank()
     said: dict[str, Any] = {
         "backend": dist.get_backend(),

@@ -12,7 +12,7 @@ import pytest
 
 from gradwire.testing import mpi as mpirun
 from helpers.fork_client import ADDRESS
-from helpers.warm_python import GRADWIRE_RUN
+from helpers.warm_python import FORK_CLIENT, GRADWIRE_RUN
 
 CLEAN = {
     name: value
@@ -109,13 +109,14 @@ def test_torchrun(script):
     assert sorted(done.stdout.splitlines()) == lines("torchrun")
 
 
-def test_torchrun_without_the_agents_store(script, monkeypatch, warm_python):
-    """Rank 0 then hosts the store itself, as under an etcd rendezvous."""
-    for name in os.environ.keys() - CLEAN.keys():
+def test_torchrun_without_the_agents_store(monkeypatch, warm_python):
+    """Rank 0 then hosts the store itself, as under an etcd rendezvous. Agent and ranks are forks."""
+    for name in os.environ.keys() - CLEAN.keys() - {ADDRESS}:
         monkeypatch.delenv(name)
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     agent = "from torch.distributed.run import main; main()"
-    done = warm_python.run(agent, "--standalone", "--nproc-per-node", "2", str(script), timeout=LIMIT)
+    ranks = ["--nproc-per-node", "2", "--no-python", *FORK_CLIENT, "python", "-c", TRAIN]
+    done = warm_python.run(agent, "--standalone", *ranks, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == lines("torchrun")
 
