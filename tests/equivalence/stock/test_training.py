@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
 
-STEPS = 20
+STEPS = 10
 
 
 def make_model() -> nn.Module:

@@ -130,7 +130,8 @@ def test_with_a_missing_rank_every_order_ends_by_the_deadline(kind: str, ask: st
     }
 
     def rank_main(group: gw.Group) -> None:
-        with torch_world(group, "gradwire", kind=kind, timeout=timedelta(seconds=3)):
+        with torch_world(group, "gradwire", kind=kind):
+            dist.group.WORLD.set_timeout(timedelta(seconds=0.8))
             if group.rank == 0:
                 with pytest.raises(
                     (RuntimeError, gw.GradwireError), match="not finished after|missing|timed out|is lost"

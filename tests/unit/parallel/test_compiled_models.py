@@ -29,7 +29,7 @@ from gradwire.reducer.buckets.layout import ParameterSpec, by_size
 from gradwire.testing import run_ranks
 from helpers.rank_tests import on_ranks
 
-WIDTH, LAYERS = 16, 4
+WIDTH, LAYERS = 16, 2
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
