@@ -17,7 +17,10 @@ setup: $(READY) ## create .venv with gradwire and everything that is pinned
 demo: $(RUNS) ## train a small transformer data-parallel on this machine
 	@$(BIN)/gradwire demo
 
-test: lint types layers tests ## check everything: the four below
+# mypy runs beside the tests. If it finds errors, they are shown at once and, from its cache, at the end.
+test: lint layers ## check everything: the four below
+	@$(MAKE) --no-print-directory types & types=$$!; $(MAKE) --no-print-directory tests; tests=$$?; \
+	wait $$types || $(MAKE) --no-print-directory types || exit 1; exit $$tests
 
 lint: $(READY) ## ruff: rules and format
 	$(BIN)/ruff check
