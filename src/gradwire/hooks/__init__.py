@@ -20,6 +20,7 @@ from gradwire.hooks.dense import cast, chain, mean, reduce_scatter_mean, weighte
 from gradwire.hooks.periodic.base import OuterHook
 from gradwire.hooks.periodic.diloco import diloco, sparse_loco, streaming_diloco
 from gradwire.hooks.periodic.local_sgd import gossip, local_sgd, post_local_sgd
+from gradwire.hooks.visible import visible
 
 __all__ = [
     "BucketSpec",
@@ -63,5 +64,6 @@ __all__ = [
     "streaming_diloco",
     "threshold",
     "top_k",
+    "visible",
     "weighted_mean",
 ]

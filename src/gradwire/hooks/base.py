@@ -53,6 +53,8 @@ class Turn:
     """Rank and step before any combinator changed them: random numbers are derived from these."""
     room: Tensor | None = None
     """Memory for `value`, as large as `grad`, if the hook `uses_room`."""
+    anchor: Tensor | None = None
+    """Inside `diloco`: the parameters at the start of the round. The gradient is the progress since then, to be subtracted."""
     path: str = ""
     """Tells apart the parts of a combinator that see the same bucket in the same step, so that they draw different numbers."""
 
@@ -90,6 +92,8 @@ class Trait(Flag):
     """Its error cannot be fed back: the residual would grow without bound."""
     DISTORTS = auto()
     """It changes gradients on purpose (clipping, noise), so the difference must not be fed back."""
+    ANCHORED = auto()
+    """It needs `turn.anchor`, which only a hook inside `diloco` gets."""
     AVERAGES = auto()
     """It averages what it makes of the gradients, so `mean()` to its right in a chain is redundant."""
 

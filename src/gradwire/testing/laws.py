@@ -50,7 +50,14 @@ class HookTrial:
 
     def run(self, gradients: Sequence[Tensor], states: Sequence[Any] | None = None, **named: Any) -> Simulation:
         """One step."""
-        return simulate(self.hook, gradients, spec=self.spec, states=states, hosts=self.hosts, **named)
+        return simulate(
+            self.hook, gradients, spec=self.spec, states=states, hosts=self.hosts, anchor=self.anchor, **named
+        )
+
+    @property
+    def anchor(self) -> Tensor:
+        """Parameters, for hooks inside `diloco`."""
+        return torch.linspace(-2, 2, self.spec.numel, dtype=self.spec.dtype, device=self.spec.device)
 
     def train(self, steps: int) -> Iterator[Simulation]:
         """The first `steps` steps, one after another."""
@@ -171,7 +178,7 @@ def pays_back(trial: HookTrial) -> Iterator[str]:
         """The largest error of the last twenty steps: the residual fluctuates, and may be close to zero in one step by chance."""
         nonlocal states, sent
         while len(off) < steps:
-            done = simulate(hook, brought, spec=trial.spec, states=states, step=len(off), hosts=trial.hosts)
+            done = replace(trial, hook=hook).run(brought, states, step=len(off))
             states = done.states
             total.add_(_wide(done.reduced[0].value))
             sent += max(int(mine.count_nonzero()) for _, mine in done.reduced)

@@ -76,12 +76,13 @@ def simulate(
     divisor: int | None = None,
     weights: Sequence[float] | None = None,
     hosts: Sequence[Sequence[int]] | Layout | None = None,
+    anchor: Tensor | None = None,
 ) -> Simulation:
     """Reduce one gradient per rank, each flat, with `hook`: one step of one bucket, on as many ranks as there are gradients.
 
     Without a `spec` the bucket holds one parameter; without `states`, `hook.init` makes them. Gradients that are `donated` are
-    copied first. `hosts` are the ranks of each host, such as [[0, 1], [2, 3]]; by default all ranks are on one host. Raises
-    CollectiveMismatch if ranks do not yield the same collectives.
+    copied first. `hosts` are the ranks of each host, such as [[0, 1], [2, 3]]; by default all ranks are on one host. `anchor` is
+    `turn.anchor`, for hooks inside `diloco`. Raises CollectiveMismatch if ranks do not yield the same collectives.
 
     >>> from gradwire.hooks import cast, chain, mean
     >>> done = simulate(chain(cast(torch.bfloat16), mean()), [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])])
@@ -107,7 +108,7 @@ def simulate(
     states = [hook.init(spec) for _ in gradients] if states is None else list(states)
     weights = [1.0] * size if weights is None else weights
     turns = [
-        Turn(spec, rank, size, step, donated=donated, divisor=divisor, weight=weight, hosts=layout)
+        Turn(spec, rank, size, step, donated=donated, divisor=divisor, weight=weight, hosts=layout, anchor=anchor)
         for rank, weight in enumerate(weights)
     ]
     reductions = [

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from gradwire import hooks
 from gradwire.errors import HookError, UsageError
+from gradwire.groups import ThreadGroup
 from gradwire.hooks import Turn, diloco, error_feedback, gossip, local_sgd, mean, post_local_sgd, streaming_diloco
+from gradwire.parallel import replicate
 from gradwire.reducer.hook.outer_optimizer import cut
 from gradwire.testing import check_hook, simulate, simulate_outer
 from helpers.buckets import bucket
@@ -88,6 +90,31 @@ def test_sparse_loco_as_in_the_paper() -> None:
         torch.testing.assert_close(done.parameters[2], anchor)
         torch.testing.assert_close(states[1].inner["residual"], kept[1])
         assert done.wire_bytes == hook.outer_wire_bytes(bucket((20,)), 3) == 2 * 2 * (4 + 2)
+
+
+def test_visible_sends_what_changes_the_bfloat16_value_and_keeps_the_rest() -> None:
+    inner = hooks.chain(error_feedback(), hooks.visible(torch.bfloat16), hooks.threshold(value=0.0))
+    hook = diloco(every=2, outer_lr=1.0, outer_momentum=0.0, hook=inner)
+    # Below 1 the numbers of bfloat16 are 2^-8 apart: 0.001 is less than half of that, and 0.002 is more.
+    start, way = torch.tensor([1.0, 1.0, 0.0, 2.0]), torch.tensor([-0.001, 2**-7, 1e-30, 0.0])
+    first = simulate_outer(hook, [start + way] * 2, start=start)
+    torch.testing.assert_close(first.parameters[1], torch.tensor([1.0, 1 + 2**-7, 1e-30, 2.0]), rtol=0, atol=0)
+    assert first.wire_bytes == 8 + 2 * 8
+    torch.testing.assert_close(first.states[0].inner["residual"], torch.tensor([0.001, 0, 0, 0]))
+    second = simulate_outer(hook, [first.parameters[0] + way] * 2, states=first.states, step=1)
+    torch.testing.assert_close(second.parameters[1], torch.tensor([0.998, 1 + 2**-6, 2e-30, 2.0]))
+    assert second.wire_bytes == 8 + 3 * 8
+    assert second.states[0].inner["residual"].tolist() == [0.0] * 4
+
+
+def test_visible_belongs_inside_diloco() -> None:
+    inner = hooks.chain(hooks.visible(torch.bfloat16), mean())
+    with ThreadGroup.world(1)[0] as group, pytest.raises(UsageError, match=r"no progress. Use diloco\(hook=...\)"):
+        replicate(torch.nn.Linear(1, 1), group=group, hook=inner)
+    with pytest.raises(UsageError, match=r"not known here. Use it in the hook of diloco"):
+        simulate_outer(diloco(every=1, hook=hooks.chain(hooks.random_k(0.5), inner)), parameters(2, 4))
+    with pytest.raises(UsageError, match=r"visible\(torch.int8\): not a floating-point dtype"):
+        hooks.visible(torch.int8)
 
 
 def test_a_message_of_sparse_loco_is_141_times_smaller_than_diloco() -> None:

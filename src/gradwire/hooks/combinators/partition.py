@@ -119,7 +119,9 @@ class Partition(Composite):
         value = grad if turn.donated else torch.empty_like(grad)
         sent = value if turn.donated else torch.empty_like(grad)  # `sent` is not needed if donated
         for part in state:
-            reduced = yield from part.hook.reduce(part.slices.take(grad), part.state, replace(turn, spec=part.spec))
+            anchor = None if turn.anchor is None else part.slices.take(turn.anchor)
+            inside = replace(turn, spec=part.spec, anchor=anchor)
+            reduced = yield from part.hook.reduce(part.slices.take(grad), part.state, inside)
             part.slices.put(value, reduced.value)
             if not turn.donated:
                 part.slices.put(sent, reduced.sent)

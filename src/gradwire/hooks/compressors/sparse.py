@@ -246,15 +246,15 @@ class Threshold(_Selecting):
         return _rows([form.unpack(row) for row in gathered], chosen, turn)
 
 
-@checks_arguments(value="(0, inf)", relative="(0, 1]", values=VALUES)
+@checks_arguments(value="[0, inf)", relative="(0, 1]", values=VALUES)
 def threshold(
     *, value: float | None = None, relative: float | None = None, values: torch.dtype | None = None
 ) -> CommHook:
     """Send the elements whose magnitude is at least `value`, or `relative` times the largest of the bucket. (Strom 2015)
 
     Their number depends on the gradients and differs between ranks, so the lengths are gathered first, and then the lists. It
-    adapts where a fixed k does not: a step with small gradients costs little. Zeros are never sent. What is left out is lost,
-    so put `error_feedback()` around it. `values` is the dtype in which the elements are sent.
+    adapts where a fixed k does not: a step with small gradients costs little. Zeros are never sent, not even with `value=0.0`. What
+    is left out is lost, so put `error_feedback()` around it. `values` is the dtype in which the elements are sent.
 
     On the wire: (n - 1) (8 + k (4 + itemsize(values))) bytes for n ranks and k chosen elements. On CUDA the host waits for the
     lengths: memory for the lists cannot be allocated without them.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from gradwire.errors import UsageError
-from gradwire.hooks.arguments import check_hooks
+from gradwire.hooks.arguments import check_hooks, refuse_traits
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 
@@ -90,3 +90,5 @@ def check_outer(hook: CommHook, doing: str) -> None:
             f"{doing}({hook!r}): it leaves gradients on their rank and nothing would ever average the parameters. Use a hook such "
             "as local_sgd() alone, with nothing around it; give stages to the inner hook: diloco(hook=chain(...))."
         )
+    anchored = "it compares a rank's progress with the parameters, and gradients are no progress. Use diloco(hook=...) with it."
+    refuse_traits(f"{doing}({hook!r})", hook, {Trait.ANCHORED: anchored})

@@ -78,7 +78,7 @@ class DiLoCo(OuterHook):
 
     def after_step(self, parameters: Tensor, state: _Anchored, turn: Turn) -> Reduction:
         delta = state.anchor - parameters
-        inside = replace(turn, spec=_inside(turn.spec), donated=True)
+        inside = replace(turn, spec=_inside(turn.spec), donated=True, anchor=state.anchor)
         start = partial(self.hook.reduce, delta, state.inner, inside)
         return (yield from begin(start, self.hook, inside, delta.numel(), delta.dtype))
 
