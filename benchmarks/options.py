@@ -273,11 +273,9 @@ def overlap(parser: Parser) -> None:
 def parity(parser: Parser) -> None:
     """Final losses with and without hooks."""
     add = functools.partial(parser.add_argument, metavar="N")
-    text = (
-        "an MLP on scikit-learn's digits; a transformer on some of the standard library's source, until convergence; a larger "
-        "one on all of it, far from convergence"
-    )
+    text = "an MLP on scikit-learn's digits; a transformer on some source text, until convergence; a larger one, far from it"
     _choice(parser, "--task", tuple(TASKS), "digits", text)
+    _choice(parser, "--over", ("replicas", "shards"), "replicas", "DDP, or FSDP2 over gloo, there without outer steps")
     add("--seeds", type=at_least(2), default=3, help="number of seeds (default: %(default)s)")
     add("--ranks", type=at_least(1), default=4, help="processes on this machine (default: %(default)s)")
     steps = ", ".join(f"{task} {steps}" for task, steps in TASKS.items())

@@ -1,6 +1,6 @@
 """`parity`: does a model trained with a hook reach the same loss as one trained without it?
 
-Ranks are processes that share memory; `parity_rank.py` is what they do.
+Ranks are processes that share memory, or with `--over shards` FSDP2's over gloo; `parity_rank.py` is what they do.
 
 Note [Within noise]
 All ways are trained from the same n seeds, which determine weights and data. Let s be the standard deviation of the dense runs'
@@ -93,7 +93,9 @@ def compare(losses: Sequence[float], dense: Sequence[float]) -> Comparison:
 
 def run(args: argparse.Namespace, console: Console) -> Result:
     """Train, and compare."""
-    names, steps = (_DENSE, *(name for name in args.hooks if name != _DENSE)), args.steps or TASKS[args.task].steps
+    shards, steps = args.over == "shards", args.steps or TASKS[args.task].steps
+    others = (name for name in args.hooks if name != _DENSE and not (shards and NAMED_HOOKS[name].needs_optimizer))
+    names = (_DENSE, *others)
     if args.task == "digits" and importlib.util.find_spec("sklearn") is None:
         raise UsageError(
             "parity --task digits: scikit-learn is not installed. pip install gradwire[lab], or --task text."
@@ -105,7 +107,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
             "Choose a multiple, or omit the hook."
         )
     machine, began = describe(), time.perf_counter()
-    plan = Plan(args.task, names, args.seeds, steps)
+    plan = Plan(args.task, names, args.seeds, steps, shards)
     with bar(console, f"{args.task}, {args.ranks} ranks", len(names) * args.seeds) as on_report:
         results: list[Scores] = run_world(
             functools.partial(run_plan, plan), args.ranks, name="parity", timeout=args.timeout, on_report=on_report
@@ -119,7 +121,8 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         )
     settings = {
         "task": TASKS[args.task].words,
-        "trained": f"{steps} steps on {args.ranks} ranks, seeds 0 to {args.seeds - 1}; {time.perf_counter() - began:.0f} s",
+        "trained": f"{steps} steps on {args.ranks} ranks, as {args.over}, seeds 0 to {args.seeds - 1}; "
+        f"{time.perf_counter() - began:.0f} s",
     }
     found = {name: compare(_losses(scores[name]), _losses(scores[_DENSE])) for name in names}
     return Result("parity", machine, settings, [figures_of(scores, found)], lines_of(found))

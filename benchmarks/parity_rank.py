@@ -10,20 +10,26 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks.world import RankContext
 from gradwire.cli.demo.model import ALPHABET, SIZES, Shape, Transformer, even_windows, random_windows, standard_library
 from gradwire.collectives import ReduceOp
 from gradwire.groups import Group, SharedMemoryGroup
 from gradwire.hooks.named import NAMED_HOOKS, NamedHook
+from gradwire.interop import as_fsdp_reduce_scatter, from_process_group, fsdp_parameters
 from gradwire.parallel import DistributedDataParallel
 
 
@@ -160,6 +166,8 @@ class Plan:
     names: tuple[str, ...]
     seeds: int
     steps: int
+    shards: bool = False
+    """Whether FSDP2 shards the model over the ranks, with hooks in place of its reduce-scatter."""
 
 
 def run_plan(plan: Plan, context: RankContext) -> Scores:
@@ -169,22 +177,46 @@ def run_plan(plan: Plan, context: RankContext) -> Scores:
     for seed in range(plan.seeds):
         for name in plan.names:
             store = PrefixStore(f"{name} {seed}", context.store)
-            with SharedMemoryGroup(store, context.rank, context.size, timeout=context.timeout) as group:
-                scores[name].append(train(task, NAMED_HOOKS[name], seed, plan.steps, group))
+            with _group(store, context, shards=plan.shards) as group:
+                scores[name].append(train(task, NAMED_HOOKS[name], seed, plan.steps, group, shards=plan.shards))
                 context.barrier.wait()  # no rank closes while another is still working
             if context.rank == 0:
                 context.report(sum(map(len, scores.values())))
     return scores
 
 
-def train(task: Task, hook: NamedHook, seed: int, steps: int, group: Group) -> Score:
+@contextmanager
+def _group(store: Store, context: RankContext, *, shards: bool) -> Iterator[Group]:
+    if not shards:
+        with SharedMemoryGroup(store, context.rank, context.size, timeout=context.timeout) as group:
+            yield group
+        return
+    limit = timedelta(seconds=context.timeout)
+    dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.size, timeout=limit)
+    try:
+        with from_process_group(dist.group.WORLD) as group:
+            yield group
+    finally:
+        dist.destroy_process_group()
+
+
+def _shard(model: nn.Module, hook: NamedHook, group: Group) -> None:
+    fully_shard(model, mesh=init_device_mesh("cpu", (group.size,)))
+    for module, named in fsdp_parameters(model) if hook.name != "mean" else ():
+        module.set_custom_reduce_scatter(as_fsdp_reduce_scatter(hook.build(), group, named_parameters=named))
+
+
+def train(task: Task, hook: NamedHook, seed: int, steps: int, group: Group, *, shards: bool = False) -> Score:
     """Train on this rank, together with all others, and evaluate the result."""
     model = task.model(torch.Generator().manual_seed(seed))
-    ddp = DistributedDataParallel(model, process_group=group)
-    ddp.set_hook(hook.build())
+    if shards:
+        _shard(model, hook, group)
+    ddp = None if shards else DistributedDataParallel(model, process_group=group)
     optimizer = task.optimizer(model)
-    if hook.needs_optimizer:
-        ddp.attach_optimizer(optimizer)
+    if ddp is not None:
+        ddp.set_hook(hook.build())
+        if hook.needs_optimizer:
+            ddp.attach_optimizer(optimizer)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / _WARM_UP) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
     )
@@ -192,10 +224,11 @@ def train(task: Task, hook: NamedHook, seed: int, steps: int, group: Group) -> S
     for _ in range(steps):
         inputs, answers = task.batch(data)
         optimizer.zero_grad()
-        _loss(ddp, inputs, answers).backward()
+        _loss(ddp or model, inputs, answers).backward()
         optimizer.step()
         schedule.step()
-    ddp.replica.detach()
+    if ddp is not None:
+        ddp.replica.detach()
     return _examine(task, model, group)
 
 

@@ -106,13 +106,16 @@ def test_without_scikit_learn_there_are_no_digits(monkeypatch, capsys):
     assert "scikit-learn is not installed. pip install gradwire[lab], or --task text." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("task", ["digits", "text", "text-short"])
+@pytest.mark.parametrize(
+    ("task", "over"), [("digits", "replicas"), ("text", "replicas"), ("text-short", "replicas"), ("text", "shards")]
+)
 @pytest.mark.usefixtures("warm_ranks")
-def test_a_small_run(task, tmp_path, capsys):
+def test_a_small_run(task, over, tmp_path, capsys):
     if task == "digits":
         pytest.importorskip("sklearn")
     file = tmp_path / "parity.json"
-    argv = ["parity", "--task", task, "--ranks", "2", "--seeds", "2", "--steps", "6", "--hooks", "bf16"]
+    argv = ["parity", "--task", task, "--ranks", "2", "--seeds", "2", "--steps", "6", "--over", over]
+    argv += ["--hooks", "bf16" if over == "replicas" else "bf16,diloco"]
     assert main([*argv, "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["figures"][0]["rows"]
     assert list(rows) == ["mean", "bf16"]

@@ -1,5 +1,6 @@
 """gradwire's hooks inside FSDP2: between replicas, and in place of the reduce-scatter."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.collectives import Collective, ReduceOp, all_reduce
+from gradwire.collectives.op import sent_bytes
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups import Group, HierarchicalGroup, ThreadGroup
+from gradwire.groups.work import Work
+from gradwire.groups.wrappers import GroupWrapper
 from gradwire.hooks import (
     Reduced,
     Reduction,
@@ -30,6 +34,7 @@ from gradwire.hooks import (
 )
 from gradwire.interop import as_fsdp_hook, as_fsdp_reduce_scatter, from_process_group, fsdp_parameters
 from gradwire.testing import run_ranks
+from gradwire.testing.simulate import one_parameter
 from helpers.comm_hooks import Scripted
 
 
@@ -62,9 +67,9 @@ def sharded(mesh: Any, frozen: tuple[str, ...] = ()) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, rank: int, steps: range) -> Tensor:
+def train(model: nn.Module, rank: int, steps: range, lr: float = 0.05) -> Tensor:
     """This rank's shards in the end. (Not full_tensor(), with which torch 2.11 ends the process over gloo on CUDA.)"""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for step in steps:
         optimizer.zero_grad()
         inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
@@ -149,8 +154,41 @@ def in_place_of_the_reduce_scatter(rank: int, size: int, device: str = "cpu") ->
             assert residuals["4.bias (shard 0)"] == 2
         for comm, state in zip(comms, states, strict=True):
             comm.load_hook_state_dict(state)
+    model = sharded(mesh)
+    for module, named in fsdp_parameters(model):
+        module.set_custom_reduce_scatter(as_fsdp_reduce_scatter(mean(), shards, named_parameters=named))
+        module.set_gradient_divide_factor(size / 2)  # sums of twice the mean, premultiplied
+    done["divided"] = train(model, rank, range(3), lr=0.025)
+    eight_bits_send_a_quarter(mesh, shards)
     shards.close()
     return done
+
+
+class Counted(GroupWrapper):
+    """Counts what a rank sends."""
+
+    sent = 0.0
+
+    def submit(self, op: Collective) -> Work:
+        self.sent += sent_bytes(op, self.rank, self.size)
+        return super().submit(op)
+
+
+def eight_bits_send_a_quarter(mesh: Any, shards: Group) -> None:
+    """Of the bytes of a reduce-scatter in float32, which is what `mean()` sends; rows are not multiples of a block."""
+    model = nn.Sequential(nn.Linear(250, 333), nn.Linear(333, 123)).to(mesh.device_type)
+    numel, sent = sum(-(-len(p) // shards.size) * p[0].numel() for p in model.parameters()), {}
+    for hook in (mean(), OTHERS["quantize"]):
+        shared = fully_shard(copy.deepcopy(model), mesh=mesh)
+        ((module, named),) = fsdp_parameters(shared)
+        group = Counted(shards)
+        module.set_custom_reduce_scatter(as_fsdp_reduce_scatter(hook, group, named_parameters=named))
+        shared(torch.ones(2, 250, device=mesh.device_type)).sum().backward()
+        sent[hook] = group.sent
+        spec = one_parameter(torch.empty(shards.size * numel))
+        assert group.sent == hook.scatter_wire_bytes(spec, shards.size)
+    assert sent[mean()] == (shards.size - 1) * numel * 4
+    assert sent[OTHERS["quantize"]] <= 0.257 * sent[mean()]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -167,6 +205,7 @@ def test_fsdp_trains_with_our_hooks(fresh: Callable[..., Any], device: str) -> N
     for one in ranks:
         for done in one:
             torch.testing.assert_close(done["mean"], done["plain"])
+            torch.testing.assert_close(done.get("divided", done["plain"]), done["plain"])
             for name, near in {"lossy": 0.02, "quantize": 0.02, "top_k": 0.2, "power_sgd": 0.2}.items():
                 torch.testing.assert_close(done[name], done["plain"], rtol=0.1, atol=near)
                 assert not torch.equal(done[name], done["plain"])
