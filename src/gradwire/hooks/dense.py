@@ -76,8 +76,14 @@ class ReduceScatterMean(CommHook):
         yield all_gather_into_tensor(value, mine, label=label)
         return Reduced(value[: grad.numel()], grad)
 
+    def reduce_scatter(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        return MEAN.reduce_scatter(grad, state, turn)
+
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return 2 * (world_size - 1) * -(-spec.numel // world_size) * spec.dtype.itemsize
+
+    def scatter_wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        return MEAN.scatter_wire_bytes(spec, world_size)
 
 
 def reduce_scatter_mean() -> CommHook:

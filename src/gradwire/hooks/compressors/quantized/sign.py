@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -23,6 +23,7 @@ from gradwire.hooks.numerics.elementwise import as_dtype, float32_error, real
 class _ScaleGroups:
     counts: tuple[int, ...]
     on_device: Tensor
+    _rows: dict[tuple[int, int], tuple[Tensor, _ScaleGroups]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, counts: Sequence[int], device: torch.device) -> _ScaleGroups:
@@ -31,6 +32,14 @@ class _ScaleGroups:
     @property
     def numel(self) -> int:
         return sum(self.counts)
+
+    def in_row(self, rank: int, size: int) -> tuple[Tensor, _ScaleGroups]:
+        """The indices of the scales in each of `size` rows, and the groups of row `rank`. Kept: making them waits for a GPU."""
+        if (rank, size) not in self._rows:
+            device, rows = self.on_device.device, _in_rows(self.counts, size)
+            there = torch.tensor([indices for indices, _ in rows], device=device)
+            self._rows[rank, size] = there, _ScaleGroups.of(rows[rank][1], device)
+        return self._rows[rank, size]
 
     def scales(self, flat: Tensor) -> Tensor:
         sums = [torch.linalg.vector_norm(piece, 1) for piece in flat.split(self.counts)]
@@ -130,17 +139,15 @@ class Sign(CommHook):
         self.refuse_sparse(grad, turn.spec)
         flat, size, low = real(grad.view(-1)), turn.world_size, turn.rank * (state.numel // turn.world_size)
         scales = state.scales(flat.to(torch.float32))
-        [rows], groups = of_one_section(state.numel, 1).rows(size), _in_rows(state.counts, size)
+        [rows], (there, mine) = of_one_section(state.numel, 1).rows(size), state.in_row(turn.rank, size)
         pieces, own = joined(rows), rows[turn.rank].part
         signs = torch.cat(
             [_signs(p.slices.take(flat), p.part, p.rows.stop - p.rows.start, parity(turn)) for p in pieces]
         )
-        there = torch.tensor([indices for indices, _ in groups], device=flat.device)
         message = torch.cat([signs, scales[there].view(torch.uint8)], 1)
         received = torch.empty_like(message)
         yield all_to_all_single(received, message, label=f"bucket {turn.spec.index}")
 
-        mine = _ScaleGroups.of(groups[turn.rank][1], flat.device)
         their_signs, their_scales = _apart(received, own)
         their_scales = their_scales[:, : len(mine.counts)]
         vote, mean = _tally(their_signs, map(mine.spread, their_scales), own, turn)
