@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from gradwire.hooks import BucketSpec, CommHook, Turn, capture
 from gradwire.hooks.combinators import feedback
 from gradwire.hooks.numerics.elementwise import drop_nonfinite_
 from gradwire.parallel import DistributedDataParallel
+from gradwire.policies import NonFinite
 from gradwire.reducer.hook.cuda_graphs import CapturedReductions
 from gradwire.reducer.hook.driver import Driver
 from tests.unit.reducer.test_captured import HOOKS as ON_CPU
@@ -34,11 +36,11 @@ HOOKS = ON_CPU | {
 }
 
 
-def _model(group: Group, hook: CommHook, dtype: torch.dtype = torch.float32) -> DistributedDataParallel:
+def _model(group: Group, hook: CommHook, dtype: torch.dtype = torch.float32, **options: Any) -> DistributedDataParallel:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(128, 128) for _ in range(6)]
     ddp = DistributedDataParallel(
-        torch.nn.Sequential(*layers).to("cuda", dtype), process_group=group, bucket_cap_mb=0.15
+        torch.nn.Sequential(*layers).to("cuda", dtype), process_group=group, bucket_cap_mb=0.15, **options
     )
     ddp.set_hook(hook)
     return ddp
@@ -52,7 +54,12 @@ def _step(ddp: DistributedDataParallel, step: int, factor: float = 1.0) -> list[
 
 
 def _graphs(ddp: DistributedDataParallel) -> int:
-    return sum(bool(bucket.segments) for bucket in ddp.replica.runner.driver.captured._buckets.values())
+    return len(_segments(ddp))
+
+
+def _segments(ddp: DistributedDataParallel) -> list[Any]:
+    buckets = ddp.replica.runner.driver.captured._buckets
+    return [bucket.segments for bucket in buckets.values() if bucket.segments]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -79,7 +86,20 @@ def test_captured_gives_the_bits_of_eager(nccl: Group, name: str, dtype: torch.d
     assert not _graphs(eager)
 
 
-@pytest.mark.parametrize("hook", [*HOOKS.values(), hooks.quantize(4, rounding="stochastic")], ids=repr)
+@pytest.mark.parametrize("name", ["8 bits", "power_sgd", "stochastic", "by name"])
+def test_a_step_that_is_dropped_leaves_the_graphs_valid(nccl: Group, name: str) -> None:
+    captured, eager = (
+        _model(nccl, hook, nonfinite=NonFinite.SKIP) for hook in (HOOKS[name], capture(HOOKS[name], enabled=False))
+    )
+    for step in range(14):
+        graphs = _segments(captured)
+        found, wanted = (_step(ddp, step, float("nan") if step in (8, 11) else 1.0) for ddp in (captured, eager))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        assert step < 8 or (graphs and _segments(captured) == graphs), step
+
+
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=repr)
 def test_no_hook_synchronizes_with_the_device(nccl: Group, hook: CommHook) -> None:
     hook, driver = capture(hook, enabled=False), Driver(nccl)
     spec = BucketSpec(0, ("a", "b"), ((300, 300), (300,)), ((300, 1), (1,)), torch.float32, torch.device("cuda", 0))

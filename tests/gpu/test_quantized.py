@@ -44,9 +44,15 @@ CASES = [
 ]
 
 
+def _key(bits: int, rows: int, rounding: str) -> Tensor | int | None:
+    if rounding == "stochastic":
+        return torch.tensor([(12345 << 31) + 1234567], device="cuda")
+    return rows % 2 if bits == 1 else None
+
+
 @pytest.mark.parametrize(("bits", "block", "rows", "rounding"), CASES)
 def test_triton_gives_the_bits_of_eager(kernels, bits: int, block: int, rows: int, rounding: str) -> None:  # type: ignore[no-untyped-def]
-    key = 1234567 if rounding == "stochastic" else rows % 2 if bits == 1 else None
+    key = _key(bits, rows, rounding)
     for numel in (1, 31, 257, 4096, 100_003):
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             part = part_of(numel, bits, block=block, rows=rows)
@@ -68,7 +74,7 @@ def test_triton_gives_the_bits_of_eager(kernels, bits: int, block: int, rows: in
 
 @pytest.mark.parametrize(("bits", "block", "rows", "rounding"), [case for case in CASES if case[1] == 256])
 def test_fused_feedback_gives_the_bits_of_eager(kernels, bits: int, block: int, rows: int, rounding: str) -> None:  # type: ignore[no-untyped-def]
-    key = 1234567 if rounding == "stochastic" else rows % 2 if bits == 1 else None
+    key = _key(bits, rows, rounding)
     for numel, dtype in itertools.product((1, 257, 100_003), (torch.float32, torch.bfloat16, torch.float16)):
         part, x = part_of(numel, bits, block=block, rows=rows), awkward(numel, dtype)
         residual = awkward(numel, torch.float32, seed=1).nan_to_num_(0, 0, 0)

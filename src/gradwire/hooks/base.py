@@ -11,7 +11,7 @@ import functools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Flag, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,6 +57,8 @@ class Turn:
     """Inside `diloco`: the parameters at the start of the round. The gradient is the progress since then, to be subtracted."""
     path: str = ""
     """Tells apart the parts of a combinator that see the same bucket in the same step, so that they draw different numbers."""
+    varying: Callable[[Callable[[Turn], int]], Tensor] | None = field(default=None, repr=False)
+    """Makes the tensors of `on_device` in a reduction that is captured. They are filled before each replay."""
 
     def __post_init__(self) -> None:
         if not self.origin:
@@ -71,6 +73,15 @@ class Turn:
     def share(self) -> float:
         """The factor from the mean over all ranks to the mean over those that count: 1, or more under `join`."""
         return 1.0 if self.divisor is None else self.world_size / self.divisor
+
+    def on_device(self, number: Callable[[Turn], int]) -> Tensor:
+        """`number(turn)` as an int64 tensor of one element. Kernels that read it can be captured although the number changes.
+
+        For a replay it is computed of this turn with the step of the replay in `origin`.
+        """
+        if self.varying is None:
+            return torch.full((1,), number(self), dtype=torch.int64, device=self.spec.device)
+        return self.varying(lambda turn: number(replace(self, origin=(self.origin[0], turn.origin[1]))))
 
 
 Reduction = Generator[Collective, None, Reduced]
@@ -163,7 +174,8 @@ class CommHook(ABC):
 
         On CUDA, `reduce` is recorded as CUDA graphs for each key, and replayed in later turns with the same one, unless the key is
         None. A hook that returns a key, such as 0, must change its state in place, read no tensor on the host, and decide nothing
-        by `turn.step` or random numbers of the host that is not in the key. See also `capture`.
+        by `turn.step` or random numbers of the host that is not in the key. Kernels may read such numbers from `turn.on_device`.
+        See also `capture`.
         """
         return None
 

@@ -17,6 +17,7 @@ from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, captu
 from gradwire.reducer.hook import cuda_graphs
 from gradwire.reducer.hook.cuda_graphs import CapturedReductions
 from gradwire.reducer.hook.driver import Finished
+from gradwire.reducer.hook.hook_states import HookStates
 from gradwire.runtime import jit
 from gradwire.testing import check_hook
 from gradwire.testing.laws import alike
@@ -83,11 +84,18 @@ class Line:
 
     def __init__(self, hook: CommHook) -> None:
         self.hook, self.spec, self.reductions = hook, _spec("a", "b"), CapturedReductions()
-        self.state, self.buffer = hook.init(self.spec), torch.empty(1250)
+        self.states, self.buffer = HookStates(hook), torch.empty(1250)
+        self.states.can_roll_back = True
+
+    @property
+    def state(self) -> Any:
+        return self.states.of(self.spec)
 
     def step(self, number: int, *, divisor: int | None = None, fails: bool = False) -> Tensor:
         self.buffer.copy_(torch.randn(1250, generator=torch.Generator().manual_seed(number)))
         turn = Turn(self.spec, 0, 1, number, donated=True, divisor=divisor)
+        state = self.state
+        self.states.begin(self.spec, self.buffer)
 
         def submit(op: Any) -> Finished:
             if fails:
@@ -95,15 +103,20 @@ class Line:
             perform([op])
             return Finished(self.buffer)
 
-        start = functools.partial(self.hook.reduce, self.buffer, self.state, turn)
-        return self.reductions.run(start, self.hook, self.buffer, self.state, turn, submit).clone()
+        start = functools.partial(self.hook.reduce, self.buffer, state)
+        return self.reductions.run(start, self.hook, self.buffer, state, turn, submit).clone()
 
     def reload(self, spec: BucketSpec) -> None:
-        self.state, self.spec = self.hook.load(self.hook.save(self.state, self.spec), spec), spec
+        self.states = HookStates(self.hook, saved=self.states.by_name())
+        self.spec, self.states.can_roll_back = spec, True
 
     @property
     def graphs(self) -> int:
-        return sum(bool(bucket.segments) for bucket in self.reductions._buckets.values())
+        return len(self.captured)
+
+    @property
+    def captured(self) -> list[Any]:
+        return [bucket.segments for bucket in self.reductions._buckets.values() if bucket.segments]
 
 
 _FED = hooks.error_feedback()
@@ -117,23 +130,32 @@ HOOKS = {
     "after": hooks.after(2, hooks.chain(_FED, hooks.quantize())),
     "every": hooks.every(3, hooks.chain(_FED, hooks.quantize())),
     "by name": hooks.partition({"b": hooks.mean(), "*": hooks.chain(_FED, hooks.power_sgd(rank=2))}),
+    "stochastic": hooks.chain(_FED, hooks.quantize(4, rounding="stochastic")),
+    "mixed stochastic": hooks.after(2, hooks.quantize({"a": 2, "*": 4}, rounding="stochastic")),
+    "cold": hooks.chain(_FED, hooks.power_sgd(rank=2, warm_start=False)),
+    "random_k": hooks.chain(_FED, hooks.random_k(0.1), hooks.quantize(rounding="stochastic")),
 }
 
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_the_same_bits_as_eagerly(name: str) -> None:
-    """Also with another divisor, a failed collective, another state and other buckets."""
+    """Also with another divisor, a failed collective, a step that is dropped, another state and other buckets."""
     ours, eager = Line(HOOKS[name]), Line(capture(HOOKS[name], enabled=False))
     for number in range(20):
+        graphs = ours.captured
         for line in (ours, eager):
             if number == 9:
                 with pytest.raises(ConnectionError):
                     line.step(101, fails=True)
+            if number == 11:
+                line.step(number)
+                line.states.roll_back()
             if number in (12, 16):
                 assert bool(line.graphs) == (line is ours)
                 line.reload(line.spec if number == 12 else _spec("b", "a"))
-        divisor = 2 if number in (5, 7) else None
-        assert torch.equal(ours.step(number, divisor=divisor), eager.step(number, divisor=divisor)), number
+        same = functools.partial(Line.step, number=number, divisor=2 if number in (5, 7) else None)
+        assert torch.equal(same(ours), same(eager)), number
+        assert number != 11 or ours.captured == graphs
     assert ours.graphs
 
 
@@ -182,7 +204,7 @@ def test_a_hook_of_ones_own_is_refused_by_name(does: str) -> None:
         if does == "count":
             with pytest.raises(ConnectionError):
                 ours.step(0, fails=True)
-            ours.state = ours.hook.init(ours.spec)
+            ours.states.roll_back()
         for number in range(5):
             assert torch.equal(ours.step(number).reshape(-1), eager.step(number).reshape(-1)), number
     assert bool(ours.graphs) == allowed
@@ -203,7 +225,7 @@ class Alternating(Own):
         return Reduced(value, grad)
 
 
-_RANDOM = hooks.chain(hooks.random_k(0.1), hooks.mean())
+_RANDOM, _NOISY = (hooks.chain(stage, hooks.mean()) for stage in (hooks.random_k(0.1), hooks.add_noise(std=1.0)))
 
 
 def test_a_hook_of_ones_own_inside_is_named() -> None:
@@ -219,7 +241,9 @@ def test_keys_are_tested() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "graphs"), [(Alternating(), 2), (Own(inner=_RANDOM), 0), (Own(inner=hooks.after(3, _RANDOM)), 1)], ids=repr
+    ("hook", "graphs"),
+    [(Alternating(), 2), (Own(inner=_NOISY), 0), (Own(inner=hooks.after(3, _NOISY)), 1), (Own(inner=_RANDOM), 1)],
+    ids=repr,
 )
 def test_what_hooks_inside_know_of_their_reductions_counts(hook: CommHook, graphs: int) -> None:
     """A random choice is not repeated, and each kind of step has graphs of its own."""
@@ -240,7 +264,7 @@ def test_graphs_of_many_weights_are_forgotten() -> None:
 def test_sparse_gradients_are_not_captured() -> None:
     line, sparse = Line(HOOKS["8 bits"]), torch.eye(3).to_sparse()
 
-    def start() -> Reduction:
+    def start(turn: Turn) -> Reduction:
         return Reduced(sparse, sparse)
         yield
 

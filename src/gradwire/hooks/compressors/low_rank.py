@@ -27,7 +27,7 @@ from gradwire.hooks.bucket import BucketSpec, Slices, is_dense
 from gradwire.hooks.dense import MEAN
 from gradwire.hooks.numerics.elementwise import as_dtype, count, number_dtype, padded, real
 from gradwire.hooks.numerics.orthogonal import FACTOR_KERNELS, keep_directions, multiply, orthonormal
-from gradwire.hooks.numerics.rng import key, named_generator, noise
+from gradwire.hooks.numerics.rng import device_key, named_generator, noise
 from gradwire.runtime.jit import kernels
 
 
@@ -167,7 +167,7 @@ class PowerSGD(CommHook):
         if not self.warm_start:
             # Any numbers that are the same on devices of different models.
             index = torch.arange(q.numel(), device=q.device)
-            q.copy_(noise(index, key(self.seed, turn, shared=True) & 0x7FFFFFFF).sub_(0.5))
+            q.copy_(noise(index, device_key(self.seed, turn, shared=True)).sub_(0.5))
         label = f"bucket {turn.spec.index}"
         own = real(grad)
         flat = padded(own.to(q.dtype), plan.numel)
@@ -204,8 +204,8 @@ class PowerSGD(CommHook):
         plan.rest.put(sent, plan.rest.take(own).to(sent.dtype))
         return Reduced(*(as_dtype(row[: own.numel()], grad.dtype) for row in (value, sent)))
 
-    def capture_key(self, turn: Turn) -> int | None:
-        return 0 if self.warm_start else None
+    def capture_key(self, turn: Turn) -> int:
+        return 0
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         if spec.sparse:

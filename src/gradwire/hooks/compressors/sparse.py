@@ -25,7 +25,7 @@ from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.clip_noise import Clip
 from gradwire.hooks.composite import Wrapped
 from gradwire.hooks.numerics.elementwise import as_dtype, count, drop_nonfinite_, number_dtype, real
-from gradwire.hooks.numerics.rng import key, noise
+from gradwire.hooks.numerics.rng import device_key, noise
 from gradwire.hooks.numerics.select import largest, reaching
 
 VALUES = (None, torch.float32, torch.bfloat16)
@@ -312,13 +312,16 @@ class RandomK(Wrapped):
             grad if turn.donated else torch.zeros_like(grad).index_copy_(0, indices, sent.view(-1)),
         )
 
+    def capture_key(self, turn: Turn) -> Any:
+        return self.inner.capture_key(turn)
+
     def _indices(self, turn: Turn) -> Tensor:
         """One index in each of k ranges of the bucket of almost equal length: ascending and unique."""
         numel, k = turn.spec.numel, share_of(turn.spec.numel, ratio=self.ratio)
         device = turn.spec.device
         bounds = torch.arange(k + 1, device=device) * numel // max(k, 1)
         # Not from a generator of the device: those of other models draw other numbers, and ranks would choose other elements.
-        uniform = noise(torch.arange(k, device=device), key(self.seed, turn, shared=True) & 0x7FFFFFFF)
+        uniform = noise(torch.arange(k, device=device), device_key(self.seed, turn, shared=True))
         return bounds[:-1] + (uniform.double() * bounds.diff()).long()
 
     @property

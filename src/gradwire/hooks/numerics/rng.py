@@ -30,12 +30,17 @@ def generator(seed: int, turn: Turn, *, shared: bool) -> torch.Generator:
     return torch.Generator(device=turn.spec.device).manual_seed(key(seed, turn, shared=shared))
 
 
-def noise(index: Tensor, key: int) -> Tensor:
-    """A number in [0, 1) for each index and a 31-bit key: the same on every device.
+def device_key(seed: int, turn: Turn, *, shared: bool) -> Tensor:
+    """That key as a tensor, for `noise` and for kernels, which use 31 bits of it."""
+    return turn.on_device(lambda now: key(seed, now, shared=shared))
+
+
+def noise(index: Tensor, key: Tensor | int) -> Tensor:
+    """A number in [0, 1) for each index and the lower 31 bits of a key: the same on every device.
 
     It is the 32-bit finalizer of MurmurHash3, computed in int64.
     """
-    h = ((index * 0x9E3779B9) ^ key) & 0xFFFFFFFF
+    h = ((index * 0x9E3779B9) ^ (key & 0x7FFFFFFF)) & 0xFFFFFFFF
     h ^= h >> 16
     h = (h * 0x85EBCA6B) & 0xFFFFFFFF
     h ^= h >> 13

@@ -7,9 +7,11 @@ graph, and a step is one launch per segment, with the collectives in between. Th
 one, so a rank may capture, or fall back, alone. Which reductions are alike is the hook's `capture_key`.
 
 The first reduction of a bucket runs eagerly: it compiles kernels, and may complete the state. After one that changed nothing that
-the state holds on the host, the next is captured, which computes and sends nothing, and then replayed. All graphs share one memory
-pool. What a segment allocates is freed after its capture and used by the next bucket's: reductions of a device follow each other on
-one stream, so the collectives are given addresses, not tensors that would keep memory from the next bucket.
+the state holds on the host, the next is captured, which computes and sends nothing, and then replayed. Numbers that change with
+each step, such as keys of random numbers, are on the device (`Turn.on_device`) and are written before each replay.
+All graphs share one memory pool. What a segment allocates is freed after its capture and used by the next bucket's: reductions of a
+device follow each other on one stream, so the collectives are given addresses, not tensors that would keep memory from the next
+bucket.
 
 Note [What a capture disturbs]
 cuBLAS has a workspace for each stream, which torch frees when anyone compiles with CUDA graphs: so that of the eager reductions is
@@ -42,9 +44,12 @@ LARGEST_BUCKET = 64 * 2**20
 """In bytes. A larger one runs eagerly: its graphs would keep a multiple of its memory, and launches are little of its time."""
 _WORTH_IT = 16
 """Replays of a capture; a bucket whose memory or state changes sooner three times in a row is not captured again."""
+_NUMBERS = 64
+"""Numbers of a reduction that may change with each replay."""
 _MOST = 32
 """Kinds of reductions that are kept for a bucket. With more, as if the weight changes in each step, all are forgotten."""
 
+Start = Callable[[Turn], Reduction]
 Submit = Callable[[Collective], Any]
 
 
@@ -57,12 +62,23 @@ class _Bucket:
     wasted: int  # captures in a row that were replayed too few times
     changed_state: bool | None = None  # whether the last reduction changed what the state holds on the host
     segments: list[tuple[torch.cuda.CUDAGraph, Collective | None]] = field(default_factory=list)
+    numbers: list[tuple[Tensor, Callable[[Turn], int]]] = field(default_factory=list)  # of `Turn.on_device`
     replays: int = 0
 
     def moved(self, address: int, state: Any) -> _Bucket:
         """The bucket with other memory or state."""
         wasted = self.wasted + 1 if self.replays < _WORTH_IT else 0
         return _Bucket(address, state, wasted if self.segments else self.wasted)
+
+    def place_numbers(self, device: torch.device) -> Callable[[Callable[[Turn], int]], Tensor]:
+        """Not in the memory of the graphs, where kernels of a graph may write before others read."""
+        room = torch.empty((_NUMBERS, 1), dtype=torch.int64, device=device)
+
+        def varying(number: Callable[[Turn], int]) -> Tensor:
+            self.numbers.append((room[len(self.numbers)], number))
+            return self.numbers[-1][0]
+
+        return varying
 
 
 class CapturedReductions:
@@ -78,28 +94,29 @@ class CapturedReductions:
         self._first: torch.cuda.CUDAGraph | None = None  # empty: it keeps the memory pool of all others
         self._refused: CommHook | None = None
 
-    def run(
-        self, start: Callable[[], Reduction], hook: CommHook, grad: Tensor, state: Any, turn: Turn, submit: Submit
-    ) -> Tensor:
-        """The value of the reduction that `start()` makes; on the current stream, which is not the default one."""
+    def run(self, start: Start, hook: CommHook, grad: Tensor, state: Any, turn: Turn, submit: Submit) -> Tensor:
+        """The value of the reduction that `start(turn)` makes; on the current stream, which is not the default one."""
         fits = self.enabled and self._refused is not hook and not grad.is_sparse and 0 < grad.nbytes <= LARGEST_BUCKET
         key = hook.capture_key(turn) if fits else None
         if key is None or torch.cuda.is_current_stream_capturing():
-            return _eager(start, submit)
+            return _eager(start, turn, submit)
         bucket = self._bucket(hook, key, grad, state, turn)
         if not bucket.segments:
             if bucket.changed_state is not False:
                 return self._first_run(bucket, start, hook, turn, submit)
             if bucket.wasted >= 3 or torch.cuda.get_allocator_backend() != "native":  # others have no pools for graphs
-                return _eager(start, submit)
+                return _eager(start, turn, submit)
             try:
                 if self._first is None:
                     self._first = _empty_graph()
-                bucket.segments = _capture(start(), grad, self._first.pool())
+                varying = bucket.place_numbers(grad.device)
+                bucket.segments = _capture(start(replace(turn, varying=varying)), grad, self._first.pool())
             except Exception as error:
                 self._refuse(hook, turn, str(error).partition("\n")[0])
-                return _eager(start, submit)
+                return _eager(start, turn, submit)
         bucket.replays += 1
+        for place, number in bucket.numbers:
+            place.fill_(number(turn))
         for graph, op in bucket.segments:
             graph.replay()
             if op is not None:
@@ -115,16 +132,16 @@ class CapturedReductions:
         bucket = self._buckets.get(name)
         if bucket is None and len(self._buckets) >= _MOST * len(self._specs):
             self._buckets.clear()
+        if bucket is not None and bucket.state is not state and _on_host(bucket.state) == _on_host(state):
+            bucket.state = state  # in the same memory, after a rollback
         if bucket is None or bucket.address != address or bucket.state is not state:
             made = _Bucket(address, state, 0) if bucket is None else bucket.moved(address, state)
             bucket = self._buckets[name] = made
         return bucket
 
-    def _first_run(
-        self, bucket: _Bucket, start: Callable[[], Reduction], hook: CommHook, turn: Turn, submit: Submit
-    ) -> Tensor:
+    def _first_run(self, bucket: _Bucket, start: Start, hook: CommHook, turn: Turn, submit: Submit) -> Tensor:
         before, again = _on_host(bucket.state), bucket.changed_state
-        value = _eager(start, submit)
+        value = _eager(start, turn, submit)
         bucket.changed_state = _on_host(bucket.state) != before
         if bucket.changed_state and again:  # not if it is only completed in the first reduction
             self._refuse(hook, turn, "it puts new tensors or numbers into its state")
@@ -147,8 +164,8 @@ class CapturedReductions:
         )
 
 
-def _eager(start: Callable[[], Reduction], submit: Submit) -> Tensor:
-    return pump(start(), lambda op: submit(op).wait()).value
+def _eager(start: Start, turn: Turn, submit: Submit) -> Tensor:
+    return pump(start(turn), lambda op: submit(op).wait()).value
 
 
 def _capture(reduction: Reduction, grad: Tensor, pool: Any) -> list[tuple[torch.cuda.CUDAGraph, Collective | None]]:
@@ -241,7 +258,7 @@ def _alias(t: Tensor) -> Tensor:
     return torch.as_tensor(_Memory(t), device=t.device).view(t.dtype).view(t.shape)
 
 
-def _on_host(state: Any, depth: int = 4) -> list[Any]:
+def _on_host(state: Any, depth: int = 12) -> list[Any]:
     """What a state holds on the host: addresses of tensors, and numbers. A captured reduction must not change it."""
     if isinstance(state, Tensor):
         return [state.data_ptr()]

@@ -147,7 +147,7 @@ class Driver:
     def _launch_on_stream(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
         ordered = _Ordered(grad, self.side_stream(grad.device))
         with ordered.here():
-            start = partial(gradient_reduction, self.group, hook, grad, state, turn)
+            start = partial(gradient_reduction, self.group, hook, grad, state)
             ordered.value = self.captured.run(start, hook, grad, state, turn, _on(self.group, self.group.submit))
         return ordered
 

@@ -15,7 +15,8 @@ sent (`CommHook.owed`) are added to the next ones, so nothing is lost. Where a h
 
 Note [A step that is dropped]
 A step that all ranks drop because a gradient is not finite has changed the states, and what they sent in it is lost. So where steps
-may be dropped, each state is copied before its reduction, and the copies take their place if the step is dropped.
+may be dropped, each state is copied before its reduction, and the copies take their place if the step is dropped: in the memory of
+the tensors of which they are copies, since CUDA graphs of the reduction contain its addresses.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradwire.errors import HookError
@@ -37,6 +39,7 @@ from gradwire.reducer.buckets.layout import plain_name
 VERSION = 2
 """Of the form of `hook_state_dict()`."""
 _KEYS = {"version", "hook", "rank", "step", "state"}
+_Copies = list[tuple[Tensor, Tensor]]
 
 
 class HookStates:
@@ -59,7 +62,7 @@ class HookStates:
         """Gradients that an earlier hook had not sent, by parameter. See Note [Another hook]."""
         self.can_roll_back = False
         """Whether what a bucket has is copied before each reduction, for `roll_back`."""
-        self._before: dict[int, tuple[tuple[BucketSpec, Any] | None, int | None, dict[str, Tensor]]] = {}
+        self._before: dict[int, tuple[tuple[BucketSpec, Any] | None, _Copies, int | None, dict[str, Tensor]]] = {}
 
     def of(self, spec: BucketSpec) -> Any:
         """The state for this bucket, which the hook may refuse. If the number last had other parameters, buckets were rebuilt:
@@ -79,11 +82,12 @@ class HookStates:
     def begin(self, spec: BucketSpec, gradient: Tensor) -> int:
         """The reduction of a bucket begins: the number of its step. What an earlier hook has not sent is added to `gradient`."""
         if self.can_roll_back:
-            made = self._made.get(spec.index)
+            made, memo = self._made.get(spec.index), dict[int, Any]()
             if made is not None and not isinstance(self.hook, OuterHook):  # whose states a backward does not change
-                made = made[0], copy.deepcopy(made[1])
+                made = made[0], copy.deepcopy(made[1], memo)
+            copies = [(of, memo[id(of)]) for of in memo.get(id(memo), ()) if isinstance(of, Tensor)]
             owing = {name: self.owed[name] for name in spec.names if name in self.owed}
-            self._before[spec.index] = made, self._next_steps.get(spec.index), owing
+            self._before[spec.index] = made, copies, self._next_steps.get(spec.index), owing
         step = self._next_steps.get(spec.index, self._step)
         self._next_steps[spec.index] = step + 1
         if self.owed:
@@ -95,9 +99,10 @@ class HookStates:
 
     def roll_back(self) -> None:
         """The step is dropped: have what was there before it. All its reductions are over."""
-        for index, (made, step, owed) in self._before.items():
+        for index, (made, copies, step, owed) in self._before.items():
             if made is not None:
                 self._made[index] = made
+                _keep_addresses(copies)
             if step is None:
                 self._next_steps.pop(index, None)
             else:
@@ -152,6 +157,15 @@ class HookStates:
                 stacklevel=5,
             )
         return HookStates(hook, owed=self.owed if owed is None else owed)
+
+
+@torch.no_grad()
+def _keep_addresses(copies: _Copies) -> None:
+    """Move copies to the memory of what they are copies of."""
+    plain = (Tensor, torch.nn.Parameter)
+    if all(type(t) in plain and not t.is_sparse and torch._debug_has_internal_overlap(t) != 1 for t, _ in copies):
+        for tensor, copied in copies:
+            copied.data = tensor.copy_(copied).data
 
 
 def to_dict(states: HookStates, *, rank: int, step: int, **more: Any) -> dict[str, Any]:

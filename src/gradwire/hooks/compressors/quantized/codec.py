@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 
 from gradwire.hooks.compressors.quantized import eager, loops
-from gradwire.hooks.compressors.quantized.layout import Part
+from gradwire.hooks.compressors.quantized.layout import Key, Part
 from gradwire.runtime.jit import kernels
 
 
-def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
-    """Write codes and scales of `x`, of any floating-point dtype, to its part of `message`, one row per rank after another.
-
-    With a key rounding is stochastic; with one bit the key decides which zeros are positive.
-    """
+def quantize(x: Tensor, message: Tensor, part: Part, key: Key) -> None:
+    """Write codes and scales of `x`, of any floating-point dtype, to its part of `message`, one row per rank after another."""
     if part.blocks:
         _clear_padding(message, part)
         _implementation(x).quantize(x, message, part, key)
@@ -44,7 +41,7 @@ def has_feedback(x: Tensor, residual: Tensor) -> bool:
     return fits and residual.dtype == torch.float32 and _implementation(x) is not eager
 
 
-def quantize_sum(x: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None, own: int) -> None:
+def quantize_sum(x: Tensor, residual: Tensor, message: Tensor, part: Part, key: Key, own: int) -> None:
     """As `quantize`, of `x` plus the residual, which becomes what the codes leave of that, or zero if it is not finite. That of row
     `own` is final only after `quantize_mean`, which may need what `x` is by then there."""
     if part.blocks:
@@ -53,7 +50,7 @@ def quantize_sum(x: Tensor, residual: Tensor, message: Tensor, part: Part, key: 
 
 
 def quantize_mean(
-    received: Tensor, mine: tuple[Tensor, Tensor], message: Tensor, part: Part, key: int | None, divisor: int
+    received: Tensor, mine: tuple[Tensor, Tensor], message: Tensor, part: Part, key: Key, divisor: int
 ) -> None:
     """As `quantize`, of the sum of the rows of `received` over `divisor`. Its rounding is sent by this rank: the residual pays for
     it. `mine` is the residual of this part, and what `quantize_sum` has left of `x` there."""

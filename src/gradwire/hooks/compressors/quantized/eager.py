@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.hooks.compressors.quantized.layout import Part
+from gradwire.hooks.compressors.quantized.layout import Key, Part
 from gradwire.hooks.numerics.elementwise import float32, padded
 from gradwire.hooks.numerics.rng import noise
 
@@ -31,7 +31,7 @@ LEAST = 2.0**-100
 """Blocks whose largest element is smaller are encoded as zeros."""
 
 
-def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
+def quantize(x: Tensor, message: Tensor, part: Part, key: Key) -> None:
     rows = message.shape[0]
     values = padded(x.to(torch.float32), rows * part.row).view(rows, part.blocks, part.block)
     magnitudes = values.abs()
@@ -66,7 +66,7 @@ def decode(message: Tensor, out: Tensor, part: Part, factor: float | None = None
     out.mul_(float32(factor))
 
 
-def _stochastic(y: Tensor, part: Part, key: int) -> Tensor:
+def _stochastic(y: Tensor, part: Part, key: Tensor | int) -> Tensor:
     y = y.clamp_(-part.top, part.top)
     low = y.floor()
     u = noise(torch.arange(y.numel(), device=y.device), key).view_as(y)

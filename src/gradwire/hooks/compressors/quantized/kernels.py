@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.hooks.compressors.quantized.layout import Part
+from gradwire.hooks.compressors.quantized.layout import Key, Part
 from gradwire.hooks.numerics.elementwise import float32
 from gradwire.hooks.numerics.triton_compat import kernel, tl
 
@@ -26,24 +26,24 @@ PLAIN, FEEDBACK, MEAN = 0, 1, 2
 """What is quantized: a tensor, its sum with the residual, or the mean of received rows. The last two change the residual."""
 
 
-def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
+def quantize(x: Tensor, message: Tensor, part: Part, key: Key) -> None:
     _launch(x, x, x, message, part, key, PLAIN)
 
 
-def quantize_sum(x: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None, own: int = 0) -> None:
+def quantize_sum(x: Tensor, residual: Tensor, message: Tensor, part: Part, key: Key, own: int = 0) -> None:
     """Quantize `x` plus the float32 `residual`, and keep in that what the codes leave, in row `own` as in others."""
     _launch(x, residual, x, message, part, key, FEEDBACK)
 
 
 def quantize_mean(
-    received: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None, divisor: int, sent: object = None
+    received: Tensor, residual: Tensor, message: Tensor, part: Part, key: Key, divisor: int, sent: object = None
 ) -> None:
     """Quantize the sum of the rows of `received` over `divisor`. Its rounding error, times `divisor`, goes into `residual`."""
     _launch(received.view(torch.float32), residual, received, message, part, key, MEAN, received.shape[0], divisor)
 
 
 def _launch(
-    x: Tensor, residual: Tensor, received: Tensor, message: Tensor, part: Part, key: int | None, source: int,
+    x: Tensor, residual: Tensor, received: Tensor, message: Tensor, part: Part, key: Key, source: int,
     summed: int = 1, divisor: int = 1,
 ) -> None:  # fmt: skip
     tile = max(1, TILE_ELEMENTS // part.block)
@@ -51,9 +51,10 @@ def _launch(
     with torch.cuda.device(x.device):
         _quantize[(-(-part.blocks // tile), message.shape[0])](
             x, residual, received, message, message.view(torch.int32), part.numel, part.blocks, *_words(part),
-            key or 0, 1 / unit if part.bits == 1 else float32(1 / part.top), summed, float32(1 / divisor), float(divisor),
-            TOP=unit if part.bits == 1 else float(part.top), BITS=part.bits, BLOCK=part.block, TILE=tile,
-            STOCHASTIC=key is not None and part.bits > 1, SOURCE=source, num_warps=WARPS, enable_fp_fusion=False,
+            0 if key is None else key, 1 / unit if part.bits == 1 else float32(1 / part.top),
+            summed, float32(1 / divisor), float(divisor), TOP=unit if part.bits == 1 else float(part.top), BITS=part.bits,
+            BLOCK=part.block, TILE=tile, STOCHASTIC=isinstance(key, Tensor), SOURCE=source,
+            num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -156,7 +157,8 @@ def _quantize_tile(
             if STOCHASTIC:
                 y = tl.minimum(tl.maximum(y, -TOP), TOP)
                 low = tl.floor(y)
-                h = ((first.to(tl.uint32) + (local + plane * BYTES).to(tl.uint32)) * 0x9E3779B9) ^ key.to(tl.uint32)
+                word = (tl.load(key) & 0x7FFFFFFF).to(tl.uint32)
+                h = ((first.to(tl.uint32) + (local + plane * BYTES).to(tl.uint32)) * 0x9E3779B9) ^ word
                 h ^= h >> 16
                 h *= 0x85EBCA6B
                 h ^= h >> 13

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from torch import Tensor
+
 from gradwire.errors import UsageError
 from gradwire.hooks.bucket import BucketSpec, Slices
 
@@ -22,6 +24,8 @@ _ALIGN = 16
 
 Rules = tuple[tuple[str, int], ...]
 """Patterns of parameter names and their bit width; the first match wins."""
+Key = Tensor | int | None
+"""For the codec: a tensor of one element rounds stochastically, None to nearest. With one bit: which zeros are positive."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.hooks.compressors.quantized.layout import Part
+from gradwire.hooks.compressors.quantized.layout import Key, Part
 from gradwire.runtime.jit import loop
 
 # Typed constants: a Python float would make everything float64.
@@ -34,12 +34,12 @@ def available() -> bool:
     return _quantize.compiled() is not None
 
 
-def quantize(x: Tensor, message: Tensor, part: Part, key: int | None) -> None:
+def quantize(x: Tensor, message: Tensor, part: Part, key: Key) -> None:
     wide = x.to(torch.float32)
     _run(wide, wide, wide, message, part, key, _PLAIN)
 
 
-def quantize_sum(x: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None, own: int) -> None:
+def quantize_sum(x: Tensor, residual: Tensor, message: Tensor, part: Part, key: Key, own: int) -> None:
     """Note [The residual of the own row]
     A rank sends the codes of its own row and the rounding of the mean, and what it keeps is the sum minus both, which are added up
     first. So in that row the residual stays the whole sum, and `x` becomes what the codes stand for, until `quantize_mean`.
@@ -48,7 +48,7 @@ def quantize_sum(x: Tensor, residual: Tensor, message: Tensor, part: Part, key: 
 
 
 def quantize_mean(
-    received: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None, divisor: int, sent: Tensor
+    received: Tensor, residual: Tensor, message: Tensor, part: Part, key: Key, divisor: int, sent: Tensor
 ) -> None:
     mean = torch.empty(part.numel, dtype=torch.float32)
     decode(received, mean, part, 1 / divisor)
@@ -56,14 +56,14 @@ def quantize_mean(
 
 
 def _run(
-    x: Tensor, other: Tensor, residual: Tensor, message: Tensor, part: Part, key: int | None, source: int, number: int = 0
+    x: Tensor, other: Tensor, residual: Tensor, message: Tensor, part: Part, key: Key, source: int, number: int = 0
 ) -> None:  # fmt: skip
     run: Any = _quantize.compiled()
     flat = _array(x)
     codes, scales = _message(message)
     run(
         flat, flat.view(np.int32), codes.view(np.int8), scales, part.numel, message.shape[0], part.blocks, part.block, part.stride,
-        part.codes_at, part.scales_at, part.bits, part.fraction, key is not None, np.uint32(key or 0),
+        part.codes_at, part.scales_at, part.bits, part.fraction, key is not None, np.uint32(int(key or 0) & 0x7FFFFFFF),
         source, _array(other), _array(residual), number,
     )  # fmt: skip
 

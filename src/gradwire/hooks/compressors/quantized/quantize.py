@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count, repeat
+from itertools import count
 from typing import Literal
 
 import torch
@@ -18,7 +18,7 @@ from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.quantized import codec
 from gradwire.hooks.compressors.quantized.layout import WIDTHS, MessageLayout, Rules, joined, lay_out
 from gradwire.hooks.numerics.elementwise import as_dtype, float32_error, real
-from gradwire.hooks.numerics.rng import key as rng_key
+from gradwire.hooks.numerics.rng import device_key
 
 _LEAST_BLOCK, _LARGEST_BLOCK = 32, 8192
 
@@ -146,16 +146,14 @@ class Quantize(CommHook):
             slices.put(sent, room)
         return Reduced(as_dtype(value, grad.dtype), as_dtype(sent, grad.dtype))
 
-    def capture_key(self, turn: Turn) -> int | None:
-        if self.rounding != "nearest":
-            return None
+    def capture_key(self, turn: Turn) -> int:
         return parity(turn) if any(bits == 1 for _, bits in self.rules) else 0
 
-    def _keys(self, turn: Turn) -> Iterator[int | None]:
-        """A different 31-bit key for each random rounding of a turn; None if rounding is to nearest."""
-        if self.rounding == "nearest":
-            return repeat(None)
-        return (key & 0x7FFFFFFF for key in count(rng_key(self.seed, turn, shared=False), 0x3C6EF372))
+    def _keys(self, turn: Turn) -> Iterator[Tensor | None]:
+        """A different key for each random rounding of a turn; None if rounding is to nearest."""
+        first = None if self.rounding == "nearest" else device_key(self.seed, turn, shared=False)
+        for i in count():
+            yield first if first is None or i == 0 else first + i * 0x3C6EF372
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return 2.0 * (world_size - 1) * self.init(spec).stride(world_size)
