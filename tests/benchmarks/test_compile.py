@@ -86,7 +86,7 @@ def test_a_wrong_value_is_refused(argv: list[str], message: str, capsys: pytest.
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
-    size = ["--blocks", "1", "--width", "8", "--tokens", "4", "--batch", "1", "--steps", "2", "--backend", "aot_eager"]
+    size = ["--blocks", "1", "--width", "8", "--tokens", "4", "--batch", "1", "--steps", "2", "--backend", "eager"]
     forms = ["--forms", "bare,inside,one bucket", "--hook", "quantize8", "--checkpointing", "--json", str(file)]
     assert main(["compile", *size, *forms]) == 0
     assert "compile(m)" in capsys.readouterr().out  # the whole name is wrapped where times are long

@@ -86,8 +86,8 @@ class Discovered(GroupWrapper):
 
 
 def test_shared_memory_and_gloo() -> None:
-    """On hosts of three ranks and of one, whose ranks are interleaved."""
-    report = check_group(lambda fn: run_ranks(fn, 4, kind="gloo", wrap=lambda g: Discovered(g, "abaa")), only=DATA)
+    """On hosts of two ranks and of one, whose ranks are interleaved."""
+    report = check_group(lambda fn: run_ranks(fn, 3, kind="gloo", wrap=lambda g: Discovered(g, "aba")), only=DATA)
     assert report.ran == DATA
 
 

@@ -83,7 +83,9 @@ ALL: dict[str, CommHook] = {name: make() for name, make in ENDS.items()} | {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_every_hook_obeys_the_laws(name: str) -> None:
-    check_hook(ALL[name], world_sizes=(1, 3))
+    """On one rank except `pays_back`, which takes longest and is checked on one rank in random chains."""
+    check_hook(ALL[name], world_sizes=(3,))
+    check_hook(ALL[name], world_sizes=(1,), laws=SHORT_LAWS)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in ENDS])
@@ -148,7 +150,8 @@ OTHER_SETTINGS = [
 
 @pytest.mark.parametrize("hook", OTHER_SETTINGS, ids=repr)
 def test_other_settings_obey_the_laws(hook: CommHook) -> None:
-    check_hook(hook, world_sizes=(1, 3))
+    check_hook(hook, world_sizes=(3,))
+    check_hook(hook, world_sizes=(1,), laws=SHORT_LAWS)
     check_hook(hook, world_sizes=(2,), dtype=BFLOAT16, laws=SHORT_LAWS)
 
 
