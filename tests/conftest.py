@@ -49,6 +49,7 @@ os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
+gc.disable()  # until tests are collected: nothing of what is imported is garbage
 WARM = WarmPython()
 
 
@@ -75,6 +76,7 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.enable()
     freeze_modules()
 
 
