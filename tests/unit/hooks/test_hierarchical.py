@@ -16,6 +16,7 @@ from gradwire.hooks.combinators.hierarchical import slices
 from gradwire.interop import as_torch_hook
 from gradwire.parallel import replicate
 from gradwire.testing import check_hook, run_ranks, simulate
+from gradwire.testing.laws import LAWS
 from helpers.buckets import TorchBucket, bucket, gradients
 from helpers.laws import SHORT_LAWS
 from helpers.models import mlp, train
@@ -126,8 +127,10 @@ def test_parameters_of_other_strides_are_split_at_their_rows() -> None:
     assert first.spec.strides[0] == tuple(strides)
 
 
-@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
-def test_it_obeys_the_laws(hosts: Any) -> None:
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_it_obeys_the_laws(hosts: str) -> None:
+    """`pays_back`, which takes longest, on hosts that are not alike only."""
+    where, laws = HOSTS[hosts], LAWS if hosts == "3 + 2" else SHORT_LAWS
     for hook in (
         hierarchical(across=HALF),
         hierarchical(inside=HALF, across=FED),
@@ -135,9 +138,9 @@ def test_it_obeys_the_laws(hosts: Any) -> None:
         hooks.partition({"layer0.*": hierarchical(across=FED), "*": mean()}),
         hooks.every(2, hierarchical(across=HALF)),
     ):
-        check_hook(hook, hosts=hosts)
+        check_hook(hook, hosts=where, laws=laws)
     for dtype in (torch.bfloat16, torch.float64):
-        check_hook(hierarchical(across=FED), hosts=hosts, dtype=dtype, laws=SHORT_LAWS)
+        check_hook(hierarchical(across=FED), hosts=where, dtype=dtype, laws=SHORT_LAWS)
 
 
 def test_state_of_other_lanes_is_dropped_if_hosts_have_changed() -> None:
