@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from io import StringIO
 
 import pytest
@@ -16,7 +17,9 @@ from benchmarks.__main__ import main
 from benchmarks.machine import describe
 from benchmarks.timing import Series
 from gradwire.recorder import writer
+from helpers.warm_python import FORK_CLIENT
 
+WORKER = "benchmarks.against_worker"
 VARIANTS = ["bare", "torch", "gradwire", "torch, views", "gradwire, views"]
 SMALL = ["overhead", "--parameters", "6", "--steps", "8", "--block", "2"]
 
@@ -163,13 +166,26 @@ def test_a_difference_that_vanished_in_noise_is_not_a_number_to_show():
     assert "is 0.25 of torch's with bucket views" in compared
 
 
-def test_two_checkouts_take_turns(capsys, tmp_path):
+def test_two_checkouts_take_turns(capsys, tmp_path, monkeypatch, warm_python):
+    """The second process is a fork: it need not import torch."""
+    code = (
+        f"import runpy, sys; sys.path.append({str(against.HERE)!r}); runpy.run_module({WORKER!r}, run_name='__main__')"
+    )
+    started, popen = [], subprocess.Popen
+    warm_python.server.run()
+
+    def start(command, **how):
+        started.append(command)
+        return popen(command if len(started) == 1 else [*FORK_CLIENT, "python", "-c", code, command[-1]], **how)
+
+    monkeypatch.setattr("benchmarks.against.subprocess.Popen", start)
     file = tmp_path / "against.json"
     argv = [*SMALL, "--against", str(against.HERE), "--processes", "1", "--clock", "cpu", "--json", str(file)]
     assert main(argv) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "6 parameters of 16 x 16, batch 4, cpu, cpu time" in out
     assert len(re.findall(r"a step(, bucket views)?: new/old [\d.]+", out)) == 2
+    assert [command[-2] for command in started] == [WORKER] * 2
     rows = json.loads(file.read_text())["figures"][0]["rows"]
     assert list(rows) == VARIANTS
     assert all(len(row["old"]["rounds"]) == len(row["new"]["rounds"]) == 4 for row in rows.values())

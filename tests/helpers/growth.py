@@ -27,7 +27,7 @@ def steps(model: nn.Module, n: int) -> None:
         model(torch.ones(2, 4)).sum().backward()
 
 
-WARM, STEPS = 200, 400
+WARM, STEPS = 200, 300
 
 
 def live(kind: type) -> int:

@@ -158,7 +158,7 @@ def compare(how: str, steps: list[Step], limit: int, gradients: Gradients) -> No
             program.close()
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(**ways)
 @example([Step((ORDER[::-1],))], 1 << 20, Gradients.COPIES)
 @example([Step(((0, 1), (2, 3, 4)))], 16, Gradients.COPIES)
@@ -168,7 +168,7 @@ def test_steps_in_which_few_gradients_call_are_like_those_in_which_all_do(
     compare("few call", steps, limit, gradients)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(**ways)
 def test_a_listener_changes_nothing(steps: list[Step], limit: int, gradients: Gradients) -> None:
     compare("with a listener", steps, limit, gradients)
