@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import BuildGroup, Group
@@ -24,6 +23,7 @@ from gradwire.groups.store.private_store import mark_used, move_if_together, rel
 from gradwire.hooks.base import CommHook
 from gradwire.interop.hooked_group import HookedGroup, check_gradient_hook
 from gradwire.interop.process_group import GradwireProcessGroup, as_process_group
+from gradwire.interop.torch_backend import PYTHON_BACKENDS, GradwireBackend
 
 Wrap = Callable[[Group], Group]
 
@@ -68,13 +68,10 @@ def register_backend(
         check_gradient_hook(f"register_backend({name!r}, hook=...)", hook)
         wrap = partial(HookedGroup, hook=hook)
     creator = _creator(name.lower(), kind, wrap)
-    # torch 2.15 attaches a recorder to the C++ part of every group except those of these backends. Ours has no C++ part.
-    recorded: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
-    recorded.add(name.lower())
     dist.Backend.register_backend(name, creator, extended_api=True, devices=list(creator.devices))
 
 
-def create_by_default(options: Any, backend_options: object) -> GradwireProcessGroup:
+def create_by_default(options: Any, backend_options: object) -> GradwireProcessGroup | GradwireBackend:
     """The group that torch asks for where `register_backend` was not called: see `gradwire._announce_backend`."""
     return _creator("gradwire", "gloo", None)(options, backend_options)
 
@@ -101,7 +98,7 @@ class _Creator:
     wrap: Wrap | None
     devices: tuple[str, ...]
 
-    def __call__(self, options: Any, backend_options: object) -> GradwireProcessGroup:
+    def __call__(self, options: Any, backend_options: object) -> GradwireProcessGroup | GradwireBackend:
         if backend_options is not None:
             raise UsageError(
                 f"backend {self.name!r}: pg_options={backend_options!r} is not supported. Omit pg_options; to wrap the "
@@ -128,6 +125,8 @@ class _Creator:
             group.close(timeout=0.0)
             raise
         weakref.finalize(seen, _leave, weakref.ref(seen))
+        if PYTHON_BACKENDS:
+            return GradwireBackend(seen, devices=self.devices, backend_name=self.name)
         return as_process_group(seen, devices=self.devices, backend_name=self.name, store=options.store)
 
     def _checked(self, group: object, maker: str) -> Group:

@@ -1,7 +1,8 @@
-"""`ProcessGroupBase`: the non-collective half of torch's ProcessGroup API: names, lifetime, hooks, splitting, sequence numbers; and
-`read_settings`, which parses the arguments of c10d's collectives other than tensors.
+"""What torch asks of a process group besides collectives: `OverGroup`, what process groups and backends have in common (lifetime,
+timeouts, coalescing, sequence numbers); `ProcessGroupBase`, names, hooks and splitting of a process group; and `read_settings`,
+which parses the arguments of c10d's collectives other than tensors.
 
-The collectives are in `process_group.py`, which builds on this. Both wrap one gradwire group.
+The collectives are in `c10d_methods.py`. All wrap one gradwire group.
 
 Note [The group is its own backend]
 torch asks a process group for the C++ backend of a device to query its capabilities. This group has none; it returns itself, and
@@ -109,42 +110,27 @@ def translate_reduce_op(op: Any) -> tuple[ReduceOp, float | Tensor | None]:
 
 
 @untraced
-class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
-    """The names and lifetime of a gradwire group as torch sees them."""
+class OverGroup:
+    """A gradwire group under torch's names, in whichever form: a process group, or the backend of one."""
 
-    supports_splitting = False
-    supports_coalescing = False
     supports_time_estimate = _supports_time_estimate = False
     supports_shrinking = False
     supports_reconfigure = False
     supports_window = False
-    supports_completion_hooks = False  # of C++ only; see _register_on_completion_hook
 
-    def __init__(self, group: Group, *, devices: Sequence[str], backend_name: str, store: Store | None) -> None:
-        # torch's other constructor, with a store, cannot make an instance of a Python subclass.
-        dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]
-        OperationHooks.__init__(self)
-        self._store = store
+    def __init__(self, group: Group, backend_name: str) -> None:
         self.group = group
-        self._devices = [torch.device(device) for device in devices]
         self._backend_name = backend_name
-        self._name = group.name
-        self._desc = "undefined"
         self._sequence = 0
         self._coalescing: list[Work] | None = None
-        self._parts: Counter[tuple[int, ...]] = Counter()
         self._dropped: deque[TorchWork] = deque(maxlen=KEPT)
 
     def submit(self, settings: Settings, *ops: Collective) -> TorchWork:
         """Submit collectives to the group: every method of c10d ends here."""
-        op_id = self._fire_pre_hooks(ops, settings.async_op) if self._pre_hooks or self._post_hooks else 0
         works = [self._submit_one(settings, op) for op in ops]
         if self._coalescing is not None:
             self._coalescing += works
-        work = TorchWork(*works, dropped=self._dropped)
-        if self._post_hooks:
-            self._fire_post_hooks(ops, settings.async_op, op_id, work)
-        return work
+        return TorchWork(*works, dropped=self._dropped)
 
     def _submit_one(self, settings: Settings, op: Collective) -> Work:
         work: object = self.group.submit(op if settings.timeout is None else op.within(settings.timeout))
@@ -156,11 +142,126 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
         self._sequence = work.seq + 1
         return work
 
-    # -- names: C++ calls these methods, and torch's Python properties (name, group_name, …) go through C++ ---------------
-
     def getBackendName(self) -> str:
         """The backend's name in `dist.get_backend` and torch's logs; never "gloo" or "nccl"."""
         return self._backend_name
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.group.allocate(size, dtype=dtype, device=device)
+
+    # -- lifetime ------------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        self.group.abort("torch aborted the process group")
+
+    def shutdown(self) -> None:
+        """Close the group: what `dist.destroy_process_group` does last."""
+        self._dropped.clear()
+        self.group.close()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of operations submitted from now on."""
+        value = timeout_seconds(f"set_timeout of {self.group}", timeout.total_seconds())
+        group = self.group
+        group.timeout = value
+        while isinstance(group, GroupWrapper):
+            group = group.inner
+            group.timeout = value
+
+    _set_default_timeout = set_timeout
+
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        """A no-op: `set_timeout` changes the timeout of operations. torch allows a group to ignore this."""
+
+    def reconfigure(self, *args: object, **named: object) -> Any:
+        """Not possible, under any of its three names: the members of a gradwire group are fixed."""
+        raise UsageError(f"changing the ranks of {self.group}: its members are fixed. Make a new group over a store.")
+
+    merge_remote_group = get_reconfigure_handle = reconfigure
+
+    def new_window(self, tensor: Tensor | None = None) -> Any:
+        """Not possible: there are no one-sided operations."""
+        raise UsageError(f"new_window of {self.group}: it has no one-sided operations. Use send and recv.")
+
+    # -- coalescing: operations start at once, and the end of the block returns one Work for all of them ------------------
+
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device | None = None) -> Any:
+        works, self._coalescing = self._coalescing, None
+        if works is None:
+            raise UsageError(f"_end_coalescing on {self.group}: no block was started. Call _start_coalescing first.")
+        return TorchWork(*works) if works else None
+
+    # -- completion hooks and numbers ----------------------------------------------------------------------------------
+
+    def _register_on_completion_hook(self, hook: Callable[[C10dWorkInfo], None]) -> Handle:
+        """Call `hook(info)` once per finished operation, with c10d's WorkInfo. Any number of hooks; the Handle removes it."""
+        if not callable(hook):
+            raise UsageTypeError(f"completion hook of {self.group}: {hook!r} is not callable. Pass a function.")
+        return self.group.on_completion(translate_hook(hook))
+
+    def _has_hooks(self) -> bool:
+        return bool(self.group.ledger.hooks)
+
+    def _wait_for_pending_works(self) -> None:
+        """Wait until operations in flight have finished and their hooks were called, at most until their deadlines."""
+        for work in list(self.group.ledger.pending.values()):
+            over = threading.Event()
+            work.add_done_callback(lambda _, over=over: over.set())  # type: ignore[misc]
+            over.wait(max(0.0, work.deadline - time.perf_counter()) + 1.0)  # the watchdog fails it at its deadline
+        self.group.flush_completions()
+
+    def _enable_collectives_timing(self) -> None:
+        """A no-op: every operation is timed."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """One more than the number of the last operation that torch submitted."""
+        return self._sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        """A no-op: every rank counts from 0."""
+
+
+@untraced
+class ProcessGroupBase(OverGroup, OperationHooks, dist.ProcessGroup):
+    """The names and lifetime of a gradwire group as torch sees them."""
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_completion_hooks = False  # of C++ only; see _register_on_completion_hook
+
+    def __init__(self, group: Group, *, devices: Sequence[str], backend_name: str, store: Store | None) -> None:
+        # torch's other constructor, with a store, cannot make an instance of a Python subclass.
+        dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]
+        OperationHooks.__init__(self)
+        OverGroup.__init__(self, group, backend_name)
+        self._store = store
+        self._devices = [torch.device(device) for device in devices]
+        self._name = group.name
+        self._desc = "undefined"
+        self._parts: Counter[tuple[int, ...]] = Counter()
+
+    def submit(self, settings: Settings, *ops: Collective) -> TorchWork:
+        op_id = self._fire_pre_hooks(ops, settings.async_op) if self._pre_hooks or self._post_hooks else 0
+        work = super().submit(settings, *ops)
+        if self._post_hooks:
+            self._fire_post_hooks(ops, settings.async_op, op_id, work)
+        return work
+
+    def abort(self) -> None:
+        try:
+            self._fire_abort_hooks()
+        finally:
+            super().abort()
+
+    def shutdown(self) -> None:
+        """Close the group and release the store."""
+        self._store = None  # torch may keep the process group: default arguments of torch.distributed.nn.functional do
+        super().shutdown()
+
+    # -- names: C++ calls these methods, and torch's Python properties (name, group_name, …) go through C++ ---------------
 
     def getGroupName(self) -> str:
         return self._name
@@ -198,37 +299,6 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
         """True for the devices it serves: FSDP2 can then allocate its buffers from the group."""
         return any(device.type == own.type for own in self._devices)
 
-    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.group.allocate(size, dtype=dtype, device=device)
-
-    # -- lifetime ------------------------------------------------------------------------------------------------------
-
-    def abort(self) -> None:
-        try:
-            self._fire_abort_hooks()
-        finally:
-            self.group.abort("torch aborted the process group")
-
-    def shutdown(self) -> None:
-        """Close the group and release the store: what `dist.destroy_process_group` does last."""
-        self._dropped.clear()
-        self._store = None  # torch may keep the process group: default arguments of torch.distributed.nn.functional do
-        self.group.close()
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of operations submitted from now on."""
-        value = timeout_seconds(f"set_timeout of {self.group}", timeout.total_seconds())
-        group = self.group
-        group.timeout = value
-        while isinstance(group, GroupWrapper):
-            group = group.inner
-            group.timeout = value
-
-    _set_default_timeout = set_timeout
-
-    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
-        """A no-op: `set_timeout` changes the timeout of operations. torch allows a group to ignore this."""
-
     def split_group(
         self,
         new_ranks: Sequence[int],
@@ -261,56 +331,6 @@ class ProcessGroupBase(OperationHooks, dist.ProcessGroup):
         if timeout is not None:
             part.set_timeout(timeout)
         return part
-
-    def reconfigure(self, *args: object, **named: object) -> Any:
-        """Not possible, under any of its three names: the members of a gradwire group are fixed."""
-        raise UsageError(f"changing the ranks of {self.group}: its members are fixed. Make a new group over a store.")
-
-    merge_remote_group = get_reconfigure_handle = reconfigure
-
-    def new_window(self, tensor: Tensor | None = None) -> Any:
-        """Not possible: there are no one-sided operations."""
-        raise UsageError(f"new_window of {self.group}: it has no one-sided operations. Use send and recv.")
-
-    # -- coalescing: operations start at once, and the end of the block returns one Work for all of them ------------------
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._coalescing = []
-
-    def _end_coalescing(self, device: torch.device) -> Any:
-        works, self._coalescing = self._coalescing, None
-        if works is None:
-            raise UsageError(f"_end_coalescing on {self.group}: no block was started. Call _start_coalescing first.")
-        return TorchWork(*works) if works else None
-
-    # -- completion hooks and numbers ----------------------------------------------------------------------------------
-
-    def _register_on_completion_hook(self, hook: Callable[[C10dWorkInfo], None]) -> Handle:
-        """Call `hook(info)` once per finished operation, with c10d's WorkInfo. Any number of hooks; the Handle removes it."""
-        if not callable(hook):
-            raise UsageTypeError(f"completion hook of {self.group}: {hook!r} is not callable. Pass a function.")
-        return self.group.on_completion(translate_hook(hook))
-
-    def _has_hooks(self) -> bool:
-        return bool(self.group.ledger.hooks)
-
-    def _wait_for_pending_works(self) -> None:
-        """Wait until operations in flight have finished and their hooks were called, at most until their deadlines."""
-        for work in list(self.group.ledger.pending.values()):
-            over = threading.Event()
-            work.add_done_callback(lambda _, over=over: over.set())  # type: ignore[misc]
-            over.wait(max(0.0, work.deadline - time.perf_counter()) + 1.0)  # the watchdog fails it at its deadline
-        self.group.flush_completions()
-
-    def _enable_collectives_timing(self) -> None:
-        """A no-op: every operation is timed."""
-
-    def _get_sequence_number_for_group(self) -> int:
-        """One more than the number of the last operation that torch submitted."""
-        return self._sequence
-
-    def _set_sequence_number_for_group(self) -> None:
-        """A no-op: every rank counts from 0."""
 
     def __repr__(self) -> str:
         return f"<{self._backend_name} process group {self._name!r} over {self.group}>"

@@ -1,0 +1,86 @@
+"""`GradwireBackend`: a gradwire group as a c10d Backend, which Python can implement since torch 2.15.
+
+torch puts it into a process group of its own, in C++, which finds it by device: so every collective of C++ gets here, and one
+process group may have another backend for another device. Before 2.15 `register_backend` makes a process group in Python instead
+(`process_group.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Backend, Store
+
+from gradwire.errors import UsageError
+from gradwire.groups.base import Group
+from gradwire.interop.c10d_methods import C10dMethods
+from gradwire.interop.process_group_base import OverGroup
+from gradwire.runtime.dynamo import untraced
+
+
+def _has_constructor() -> bool:
+    try:
+        type("Probe", (Backend,), {})(0, 1)
+    except TypeError:
+        return False
+    return True
+
+
+PYTHON_BACKENDS = _has_constructor()
+"""Whether torch lets Python implement backends."""
+
+
+@untraced
+class GradwireBackend(C10dMethods, Backend):
+    """A gradwire group in a process group of torch's. Made by `register_backend`; `.group` is the gradwire group."""
+
+    supports_splitting = True
+    supports_coalescing = True
+
+    def __init__(self, group: Group, *, devices: Sequence[str], backend_name: str) -> None:
+        Backend.__init__(self, group.rank, group.size)
+        OverGroup.__init__(self, group, backend_name)
+        self._devices = tuple(devices)
+        self._options = Backend.Options(backend_name, timedelta(seconds=group.timeout))
+        self._parts: Counter[tuple[int, ...]] = Counter()
+
+    @property
+    def options(self) -> Any:
+        """torch copies them for the parts of a split."""
+        return self._options
+
+    def supports_tensor_alloc(self, device: torch.device | int) -> bool:
+        """True for the devices it serves: FSDP2 can then allocate its buffers from the group. C++ asks for a CUDA device."""
+        return ("cuda" if isinstance(device, int) else device.type) in self._devices
+
+    def split(self, store: Store, ranks: Sequence[int], options: Any) -> GradwireBackend:
+        """The backend of these ranks. Only they may call it: torch has no result for the others."""
+        ranks = [int(rank) for rank in ranks]
+        if self.group.rank not in ranks:
+            raise UsageError(
+                f"split_group of {self.group} into {ranks} on rank {self.group.rank}: torch needs every rank in one of the parts. "
+                "Pass split_ranks that contain all ranks, or use dist.new_group."
+            )
+        self._parts[tuple(ranks)] += 1
+        name = f"{self.group.name}/{'.'.join(map(str, ranks))}.{self._parts[tuple(ranks)]}"
+        part = GradwireBackend(
+            self.group.subgroup(ranks, name=name), devices=self._devices, backend_name=self._backend_name
+        )
+        if options is not None:
+            part.set_timeout(options._timeout)
+        return part
+
+    # C++ calls these without a device.
+
+    def start_coalescing(self) -> None:
+        self._start_coalescing()
+
+    def end_coalescing(self) -> Any:
+        return self._end_coalescing()
+
+    def __repr__(self) -> str:
+        return f"<{self._backend_name} backend over {self.group}>"
