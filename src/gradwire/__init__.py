@@ -118,6 +118,8 @@ def _announce_backend() -> None:
         backend = importlib.import_module("gradwire.interop.backend")
         return backend.create_by_default(options, backend_options)
 
+    recorded: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())  # see register_backend
+    recorded.add("gradwire")
     dist.Backend.register_backend("gradwire", create, extended_api=True, devices=["cpu", "cuda"])
 
 

@@ -7,14 +7,17 @@ flight: if a peer exits at the same time, those waits end while Python can still
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import BuildGroup, Group
@@ -68,6 +71,9 @@ def register_backend(
         check_gradient_hook(f"register_backend({name!r}, hook=...)", hook)
         wrap = partial(HookedGroup, hook=hook)
     creator = _creator(name.lower(), kind, wrap)
+    # torch 2.15 attaches a recorder to the C++ half of every group except those of these backends. Python does not pass through it.
+    recorded: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recorded.add(name.lower())
     dist.Backend.register_backend(name, creator, extended_api=True, devices=list(creator.devices))
 
 
@@ -125,7 +131,7 @@ class _Creator:
             group.close(timeout=0.0)
             raise
         weakref.finalize(seen, _leave, weakref.ref(seen))
-        if PYTHON_BACKENDS:
+        if PYTHON_BACKENDS and not _alone(self.name):
             return GradwireBackend(seen, devices=self.devices, backend_name=self.name)
         return as_process_group(seen, devices=self.devices, backend_name=self.name, store=options.store)
 
@@ -133,6 +139,13 @@ class _Creator:
         if not isinstance(group, Group):
             raise UsageTypeError(f"backend {self.name!r}: {maker} returned {group!r}. It must return a gradwire Group.")
         return group
+
+
+def _alone(name: str) -> bool:
+    """Whether this is the only backend of the process group that torch is making. torch passes that on to no one."""
+    frame: FrameType | None = sys._getframe(2)
+    config = None if frame is None else frame.f_locals.get("backend_config")
+    return config is None or set(config.get_device_backend_map().values()) == {name}
 
 
 def _leave(group: weakref.ref[Group]) -> None:

@@ -2,8 +2,8 @@
 
 Note [How torch reaches a Python group]
 Python code (`dist.*`, FSDP2, ZeRO) calls these methods directly. C++ (the DDP reducer, functional collectives) calls virtual
-functions of c10d::ProcessGroup, of which torch forwards only some to Python: docs/interop.md lists both. A C++ backend would bypass
-the group, its wrappers and its hooks.
+functions of c10d::ProcessGroup, of which torch forwards only some to Python: docs/interop.md lists both. The rest looks for a
+backend, which we have since torch 2.15: see Note [A process group and its backend] in `torch_backend.py`.
 
 Note [Why there is no new_group]
 torch would call it with neither the requested backend nor whether the ranks outside the new group take part. Without the method it
@@ -13,6 +13,7 @@ creates a group over the store, which gets both right.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,18 @@ from gradwire.runtime.dynamo import untraced
 @untraced
 class GradwireProcessGroup(C10dMethods, ProcessGroupBase):  # type: ignore[misc]
     """A gradwire group as torch sees it. Made by `as_process_group`; `.group` is the gradwire group."""
+
+    supports_splitting = PYTHON_BACKENDS  # before, torch asked for a backend in C++
+
+    def __init__(self, group: Group, *, devices: Sequence[str], backend_name: str, store: Store | None) -> None:
+        super().__init__(group, devices=devices, backend_name=backend_name, store=store)
+        if PYTHON_BACKENDS:
+            kind = dist.ProcessGroup.BackendType.CUSTOM
+            how: Any = {"devices": devices, "backend_name": backend_name, "coalescing": self._coalescing}
+            backend = GradwireBackend(group, **how)
+            for device in self._devices:
+                self._register_backend(device, kind, backend)
+            self._set_default_backend(kind)
 
 
 def as_process_group(

@@ -118,18 +118,19 @@ class OverGroup:
     supports_reconfigure = False
     supports_window = False
 
-    def __init__(self, group: Group, backend_name: str) -> None:
+    def __init__(self, group: Group, backend_name: str, coalescing: list[list[Work]] | None = None) -> None:
+        """`coalescing` are the blocks that were begun, of a process group and its backend alike."""
         self.group = group
         self._backend_name = backend_name
         self._sequence = 0
-        self._coalescing: list[Work] | None = None
+        self._coalescing: list[list[Work]] = [] if coalescing is None else coalescing
         self._dropped: deque[TorchWork] = deque(maxlen=KEPT)
 
     def submit(self, settings: Settings, *ops: Collective) -> TorchWork:
         """Submit collectives to the group: every method of c10d ends here."""
         works = [self._submit_one(settings, op) for op in ops]
-        if self._coalescing is not None:
-            self._coalescing += works
+        if self._coalescing:
+            self._coalescing[-1] += works
         return TorchWork(*works, dropped=self._dropped)
 
     def _submit_one(self, settings: Settings, op: Collective) -> Work:
@@ -186,12 +187,12 @@ class OverGroup:
     # -- coalescing: operations start at once, and the end of the block returns one Work for all of them ------------------
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
-        self._coalescing = []
+        self._coalescing.append([])
 
     def _end_coalescing(self, device: torch.device | None = None) -> Any:
-        works, self._coalescing = self._coalescing, None
-        if works is None:
+        if not self._coalescing:
             raise UsageError(f"_end_coalescing on {self.group}: no block was started. Call _start_coalescing first.")
+        works = self._coalescing.pop()
         return TorchWork(*works) if works else None
 
     # -- completion hooks and numbers ----------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """`GradwireBackend`: a gradwire group as a c10d Backend, which Python can implement since torch 2.15.
 
-torch puts it into a process group of its own, in C++, which finds it by device: so every collective of C++ gets here, and one
-process group may have another backend for another device. Before 2.15 `register_backend` makes a process group in Python instead
-(`process_group.py`).
+Note [A process group and its backend]
+What C++ calls on a process group written in Python is forwarded to Python in part; the rest looks for a backend. So since 2.15 ours
+has one, over the same group. Where a process group has other backends for other devices ("cpu:gradwire,cuda:nccl"), the process
+group is torch's own and has this backend alone. Of a Work that passes through it torch forwards only waits and futures: its
+`is_completed()` is never True, and it has no `result()` and no source. So it is not the only form.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch._C._distributed_c10d import Backend, Store
 
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
+from gradwire.groups.work import Work
 from gradwire.interop.c10d_methods import C10dMethods
 from gradwire.interop.process_group_base import OverGroup
 from gradwire.runtime.dynamo import untraced
@@ -36,14 +39,16 @@ PYTHON_BACKENDS = _has_constructor()
 
 @untraced
 class GradwireBackend(C10dMethods, Backend):
-    """A gradwire group in a process group of torch's. Made by `register_backend`; `.group` is the gradwire group."""
+    """A gradwire group in a process group: see Note [A process group and its backend]. `.group` is the gradwire group."""
 
     supports_splitting = True
     supports_coalescing = True
 
-    def __init__(self, group: Group, *, devices: Sequence[str], backend_name: str) -> None:
+    def __init__(
+        self, group: Group, *, devices: Sequence[str], backend_name: str, coalescing: list[list[Work]] | None = None
+    ) -> None:
         Backend.__init__(self, group.rank, group.size)
-        OverGroup.__init__(self, group, backend_name)
+        OverGroup.__init__(self, group, backend_name, coalescing)
         self._devices = tuple(devices)
         self._options = Backend.Options(backend_name, timedelta(seconds=group.timeout))
         self._parts: Counter[tuple[int, ...]] = Counter()

@@ -18,6 +18,7 @@ from gradwire import C10dGroup, Group, Recording, ReduceOp
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.interop import GradwireProcessGroup
 from gradwire.interop.process_group_base import Settings, read_settings, translate_reduce_op
+from gradwire.interop.torch_backend import PYTHON_BACKENDS, GradwireBackend
 
 
 @pytest.fixture(autouse=True)
@@ -94,11 +95,36 @@ def test_beside_another_back_end() -> None:
     assert isinstance(gw.from_process_group(), C10dGroup)  # one that runs on torch's gloo, and does not own it
 
 
-def test_a_mixed_back_end_string_gives_gradwire_alone() -> None:
-    """torch replaces the whole by the Python group: see docs/interop.md."""
+def test_a_mixed_back_end_string() -> None:
+    """Before torch 2.15 the whole is replaced by the Python group: see docs/interop.md."""
     gw.register_backend()
     init("cpu:gradwire,meta:gloo")
-    assert isinstance(dist.group.WORLD, GradwireProcessGroup)
+    world: Any = dist.group.WORLD
+    if not PYTHON_BACKENDS:
+        assert isinstance(world, GradwireProcessGroup)
+        return
+    backend = world._get_backend(torch.device("cpu"))
+    assert isinstance(backend, GradwireBackend)
+    assert repr(backend).startswith("<gradwire backend over <gradwire:0 rank 0 of 1")
+    assert world._get_backend(torch.device("meta")).name() == "gloo"
+    assert gw.from_process_group(backend) is backend.group
+    t, parts = torch.ones(3), [torch.empty(3)]
+    dist.all_reduce(t)
+    dist.all_gather(parts, t)
+    assert dist.all_reduce(t, async_op=True).get_future().wait()[0].tolist() == parts[0].tolist() == [1.0] * 3
+    with dist._coalescing_manager(group=world, async_ops=True) as together:
+        dist.all_reduce(t)
+        dist.all_reduce(parts[0])
+    together.wait()
+    part = backend.split(dist.HashStore(), [0], None)
+    assert part.allreduce([t]).wait()
+    part.shutdown()
+    with pytest.raises(UsageError, match="torch needs every rank in one of the parts"):
+        backend.split(dist.HashStore(), [1], None)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    ours = gw.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=world)
+    ours(torch.ones(1, 2)).sum().backward()
 
 
 @pytest.mark.parametrize("name", ["gloo", "NCCL", "undefined"])

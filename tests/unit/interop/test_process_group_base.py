@@ -14,6 +14,7 @@ import gradwire as gw
 from gradwire import Group, ThreadGroup, Verified
 from gradwire.errors import ClosedError, GroupAborted, HookError, NoBackendError, UsageError, UsageTypeError
 from gradwire.interop import GradwireProcessGroup, as_process_group
+from gradwire.interop.torch_backend import PYTHON_BACKENDS
 from gradwire.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ def test_it_is_its_own_back_end(alone: GradwireProcessGroup) -> None:
     with pytest.raises(RuntimeError):  # what torch's callers catch
         alone._get_backend(torch.device("cuda"))
     abilities = ("splitting", "coalescing", "time_estimate", "shrinking")
-    assert [getattr(alone, f"supports_{ability}") for ability in abilities] == [False] * 4
+    assert [getattr(alone, f"supports_{ability}") for ability in abilities] == [PYTHON_BACKENDS, *[False] * 3]
 
 
 def test_memory_comes_from_the_group(alone: GradwireProcessGroup) -> None:
@@ -99,10 +100,14 @@ def test_set_timeout_reaches_the_group_inside_wrappers() -> None:
 
 
 def test_the_python_half_must_be_kept(alone: GradwireProcessGroup) -> None:
-    """C++ alone does not keep it; what is left is an error, not a crash."""
+    """C++ alone does not keep it; what is left is an error, not a crash. Since torch 2.15 the backend is left."""
     boxed = as_process_group(alone.group).boxed()
     gc.collect()
     rest = dist.ProcessGroup.unbox(boxed)
+    if PYTHON_BACKENDS:
+        assert rest.allreduce([torch.ones(1)]).wait()
+        dist._broadcast_coalesced(rest, [torch.ones(1)], 1024, 0)
+        return
     with pytest.raises(RuntimeError, match="No backend type associated"):
         rest.allreduce([torch.ones(1)])
     with pytest.raises(RuntimeError, match="No backend type associated"):
