@@ -206,7 +206,8 @@ def top_k(*, ratio: float | None = None, k: int | None = None, values: torch.dty
     torch.bfloat16, is the dtype in which the elements are sent.
 
     On the wire: (n - 1) k (4 + itemsize(values)) bytes, n being the ranks: it grows with n, where an all-reduce does not. It pays
-    while n * ratio is well below 1. Memory: the lists of all ranks.
+    while n * ratio is well below 1. As a reduce-scatter it sends k / n elements of each row, which does not grow. Memory: the
+    lists of all ranks.
 
     >>> from gradwire.testing import simulate
     >>> done = simulate(top_k(k=1), [torch.tensor([5.0, 1.0]), torch.tensor([2.0, -3.0])])

@@ -184,7 +184,7 @@ def quantize(
 
     On the wire: 2 (n - 1) (k * block * bits / 8 + 4 k) bytes with n ranks and k = ceil(ceil(numel / block) / n) blocks per rank,
     for each bit width in the bucket; codes and scales are each padded to 16 bytes. In short: (bits + 32 / block) / 32 of the
-    volume of float32, each way.
+    volume of float32, each way; as a reduce-scatter one way.
     Memory: during a step about three times the codes, and float32 for the rank's own slice.
 
     >>> from gradwire.hooks import chain, error_feedback
