@@ -24,15 +24,24 @@ from gradwire.hooks import (
     Turn,
     cast,
     chain,
+    diloco,
     error_feedback,
     hierarchical,
     local_sgd,
     mean,
     power_sgd,
     quantize,
+    streaming_diloco,
     top_k,
 )
-from gradwire.interop import as_fsdp_hook, as_fsdp_reduce_scatter, from_process_group, fsdp_parameters
+from gradwire.interop import (
+    as_fsdp_hook,
+    as_fsdp_reduce_scatter,
+    from_process_group,
+    fsdp_parameters,
+    outer_steps_on_shards,
+)
+from gradwire.parallel.replicate import replicate
 from gradwire.testing import run_ranks
 from gradwire.testing.simulate import one_parameter
 from helpers.comm_hooks import Scripted
@@ -213,6 +222,61 @@ def test_fsdp_trains_with_our_hooks(fresh: Callable[..., Any], device: str) -> N
         assert torch.equal(ranks[1][0][name], first)
 
 
+def on_islands(rank: int, size: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Two islands, each with a model that is sharded over two ranks, and the same without sharding: all ranks' parameters."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("island", "shard"))
+    across, island = from_process_group(mesh.get_group("island")), rank // 2
+    done = {}
+    for name, hook in {
+        "local_sgd": local_sgd(every=2),
+        "diloco": diloco(every=2),
+        "streaming_diloco": streaming_diloco(every=3, fragments=3, delay=1, alpha=0.5),
+    }.items():
+        torch.manual_seed(rank)  # those of the first island become those of all
+        whole = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 8), nn.Tanh(), nn.Linear(8, 3))
+        model = sharded(mesh["shard"])
+        with torch.no_grad():
+            for p in [*model.parameters()]:
+                p.mul_(1 + island)
+        whole.load_state_dict({n: p.full_tensor() for n, p in model.state_dict().items()})
+        replica = replicate(whole, group=across, hook=hook)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (model, whole)]
+        outer = outer_steps_on_shards(hook, across, model.named_parameters(), optimizers[0])
+        replica.attach_optimizer(optimizers[1])
+        for step in range(8):
+            inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + island))
+            for m, optimizer in zip((model, whole), optimizers, strict=True):
+                optimizer.zero_grad()
+                m(inputs).pow(2).sum().backward()
+                optimizer.step()
+            if step == 5:
+                saved = outer.hook_state_dict()
+                assert saved["step"] == 6
+                outer.load_hook_state_dict(saved)
+        rows = [
+            torch.cat([p.detach().flatten() for p in ps])
+            for ps in ([p.full_tensor() for p in model.parameters()], whole.parameters())
+        ]  # type: ignore[attr-defined]
+        done[name] = rows[0], rows[1]
+        outer.average_parameters()
+        done[f"{name}, averaged"] = torch.cat([p.full_tensor().flatten() for p in model.parameters()]), rows[0]  # type: ignore[attr-defined]
+        outer.close()
+        replica.detach()
+    return done
+
+
+def test_outer_steps_on_shards_are_those_of_whole_parameters_bit_for_bit(fresh: Callable[..., Any]) -> None:
+    (ranks,) = fresh(on_islands, ("gloo",), 4)
+    for done in ranks:
+        for name in ("local_sgd", "diloco", "streaming_diloco"):
+            sharded_row, whole_row = done[name]
+            assert torch.equal(sharded_row, whole_row), name
+            assert torch.equal(done[f"{name}, averaged"][0], ranks[0][f"{name}, averaged"][0])
+    assert not torch.equal(
+        ranks[0]["streaming_diloco"][0], ranks[2]["streaming_diloco"][0]
+    )  # islands differ in between
+
+
 def test_a_tensor_of_another_length_is_one_unnamed_row() -> None:
     """Some parameters got no gradient; FSDP does not expose which."""
 
@@ -251,6 +315,10 @@ def test_what_does_not_fit_is_refused() -> None:
     (group,) = ThreadGroup.world(1, timeout=20)
     with pytest.raises(UsageTypeError, match="is a stage"):
         as_fsdp_hook(cast(torch.bfloat16), group)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"outer_steps_on_shards\(mean\(\)\): it has no outer steps"):
+        outer_steps_on_shards(mean(), group, [("a", nn.Parameter(torch.zeros(2)))])
+    with pytest.raises(UsageError, match="no parameter requires a gradient"):
+        outer_steps_on_shards(diloco(every=2), group, [("a", torch.zeros(2))])
     with pytest.raises(UsageError, match=r"local_sgd\(every=2\)\): its outer steps write whole parameters"):
         as_fsdp_reduce_scatter(local_sgd(every=2), group)
     for adapt in (as_fsdp_hook, as_fsdp_reduce_scatter):

@@ -28,6 +28,12 @@ PIECE = 64 * 2**20
 """Bytes of parameters that are copied and sent at a time."""
 
 
+def local(parameter: Tensor) -> Tensor:
+    """This rank's shard of a parameter that is sharded (a DTensor)."""
+    shard: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return shard
+
+
 @dataclass(slots=True)
 class _Piece:
     """Some parameters of one fragment."""
@@ -42,11 +48,11 @@ class _Piece:
 
     def flat(self) -> Tensor:
         row = torch.empty(self.spec.numel, dtype=self.spec.dtype, device=self.spec.device)
-        torch._foreach_copy_(self.spec.views(row), [p.detach() for p in self.parameters])
+        torch._foreach_copy_(self.spec.views(row), [local(p.detach()) for p in self.parameters])
         return row
 
     def put(self, row: Tensor) -> None:
-        torch._foreach_copy_(self.parameters, self.spec.views(row))
+        torch._foreach_copy_([local(p) for p in self.parameters], self.spec.views(row))
 
 
 class OuterOptimizer:
@@ -195,12 +201,13 @@ def cut(
         for name, parameter in members:
             fragment = min(fragments - 1, int((before + parameter.numel() / 2) * fragments / max(total, 1)))
             before += parameter.numel()
-            if fragment != at or size + parameter.nbytes > limit:
+            nbytes = local(parameter).nbytes
+            if fragment != at or size + nbytes > limit:
                 pieces.append((fragment, []))
                 at, size = fragment, 0
             pieces[-1][1].append((name, parameter))
-            size += parameter.nbytes
+            size += nbytes
     return [
-        (fragment, BucketSpec.of(i, members, members[0][1]), [p for _, p in members])
+        (fragment, BucketSpec.of(i, [(n, local(p)) for n, p in members], local(members[0][1])), [p for _, p in members])
         for i, (fragment, members) in enumerate(pieces)
     ]
