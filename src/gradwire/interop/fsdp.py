@@ -54,8 +54,8 @@ class FsdpHook:
         check_hooks(doing, hook=hook)
         if hook.local:
             raise UsageError(
-                f"{doing}({hook!r}): its outer steps write whole parameters, but each rank has only a shard. Use "
-                "DistributedDataParallel or replicate(), or a hook that averages gradients."
+                f"{doing}({hook!r}): it averages parameters after the optimizer's step, not gradients. Use "
+                "outer_steps_on_shards, or a hook that averages gradients."
             )
         if parts:  # checked again with the first gradient, which may have another dtype
             hook.check(_bucket(parts, 0, like))
