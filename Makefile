@@ -50,10 +50,12 @@ PARALLEL = -n $(JOBS) --dist worksteal
 tests: $(READY) ## pytest: tests, and the examples in docstrings and documents [JOBS=1]
 	$(BIN)/python -m pytest $(PARALLEL)
 
-acceptance: $(READY) ## detection of 160 hangs and 50 stragglers, and no alarm in 151 healthy runs: about 40 minutes
+acceptance: $(READY) ## 160 hangs and 50 stragglers detected, no alarm in 151 healthy runs, a llama on meshes: about 45 minutes
 	PYTHONPATH=tests $(BIN)/python -m detection.hangs --healthy 50
 	PYTHONPATH=tests $(BIN)/python -m detection.stragglers
 	PYTHONPATH=tests $(BIN)/python -m detection.follow
+	$(BIN)/gradwire run -n 2 tests/integrations/scripts/torchtitan_checks.py --steps 50 \
+		hsdp:gloo hsdp:shared_memory fsdp:gloo fsdp:shared_memory
 
 # Everything but torch is pinned as in .venv. One virtual environment per version: some gigabytes where torch comes with CUDA.
 TORCH_VENV = .venv-torch-$(VERSION)

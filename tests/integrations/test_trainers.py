@@ -1,7 +1,10 @@
-"""gradwire in PyTorch Lightning, Transformers' Trainer and a loop in TorchTitan's style: the same losses, hooks, checkpoints."""
+"""gradwire in PyTorch Lightning, Transformers' Trainer and under TorchTitan's model: the same losses, hooks, checkpoints."""
 
+import importlib.util
 import json
 from pathlib import Path
+
+import pytest
 
 from helpers.warm_python import WarmPython
 from helpers.warm_ranks import run_script
@@ -71,21 +74,25 @@ def test_transformers(warm_python: WarmPython, tmp_path: Path) -> None:
     assert float(lines[1][1]) < float(lines[0][1])
 
 
-def test_torchtitan_style(warm_python: WarmPython, tmp_path: Path) -> None:
-    texts = run_script(
-        warm_python, CHECKS / "torchtitan_checks.py", str(EXAMPLES / "torchtitan_style.py"), str(tmp_path)
-    )
-    ranks = [json.loads(text) for text in texts]
-    for said in ranks:
-        assert said["mean"] == said["stock"]
-        assert said["resumed"] == said["compressed"] != said["stock"]
-    assert ranks[0]["step"] == 6
-    assert ranks[0]["stock"] != ranks[1]["stock"]
+INSTALLED = importlib.util.find_spec("torchtitan") is not None
+TITAN = pytest.param("torchtitan", marks=pytest.mark.skipif(not INSTALLED, reason="requirements-torchtitan.txt"))
 
 
-def test_the_torchtitan_example_runs_as_printed(warm_python: WarmPython, tmp_path: Path) -> None:
-    first, second = run_script(warm_python, EXAMPLES / "torchtitan_style.py", "--directory", str(tmp_path))
-    assert first.startswith("loss 0.")
-    assert "error_feedback() > quantize" in first
+@pytest.mark.parametrize("model", ["same shape", TITAN])
+def test_torchtitan(warm_python: WarmPython, model: str) -> None:
+    args = ("--model", model, "--layers", "1", "hsdp:gloo", "fsdp:shared_memory")
+    first, second = run_script(warm_python, CHECKS / "torchtitan_checks.py", *args)  # which compares
+    assert [json.loads(line)["mesh"] for line in first.splitlines()] == ["hsdp:gloo", "fsdp:shared_memory"]
     assert second == ""
-    assert sorted(path.name for path in tmp_path.glob("hook-*")) == ["hook-0.pt", "hook-1.pt"]
+
+
+def test_without_torchtitan_its_example_says_so_and_runs(warm_python: WarmPython, tmp_path: Path) -> None:
+    args = ("--directory", str(tmp_path), "--steps", "2", "--layers", "1")
+    missing = "import sys; sys.modules['torchtitan'] = None"
+    first, second = run_script(warm_python, EXAMPLES / "torchtitan_style.py", *args, before=missing)
+    why, *steps = first.splitlines()
+    assert why.startswith("no TorchTitan (ModuleNotFoundError: ")
+    assert [step.partition(": loss 7.")[0] for step in steps] == ["step 0", "step 1"]
+    assert "gradients all_to_all_single 0.97 MB" in steps[0]
+    assert second == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
