@@ -10,6 +10,7 @@ import pytest
 import gradwire as gw
 from gradwire import observe
 from gradwire.cli import main, run
+from gradwire.hooks.named import NAMED_HOOKS
 from gradwire.launch.run_script import python_command
 from gradwire.recorder.format import RecordKind
 from helpers.warm_python import WarmPython
@@ -171,6 +172,51 @@ def test_the_command_of_a_rank_which_is_recorded_as_any_other(
     for plan, observed in zip(started, (False, True), strict=True):
         replaced = python_command("gradwire.integrations.ddp_script", errors=str(plan.errors), observe=observed)
         assert plan.command == [sys.executable, *replaced, *options, *words]
+
+
+def test_the_hook_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its name is in the environment of the ranks; names are those of hooks that need no optimizer."""
+    assert sorted(run.HOOKS) == sorted(name for name, hook in NAMED_HOOKS.items() if not hook.needs_optimizer)
+    started: list[Any] = []
+    monkeypatch.setattr(run, "supervise", lambda plan: started.append(plan) or 0)
+    (tmp_path / "x.py").touch()
+    script = str(tmp_path / "x.py")
+    assert main(["run", "-n", "1", "--no-record", "--replace-ddp", "--hook", "quantize8", script]) == 0
+    assert started[0].environments[0]["GRADWIRE_HOOK"] == "quantize8"
+    assert main(["run", "-n", "1", "--no-record", "--hook", "quantize8", script]) == 2
+    assert "Add --replace-ddp" in capsys.readouterr().err
+
+
+HOOKED = """
+import sys, torch
+from gradwire.integrations import replace_ddp
+import gradwire as gw
+for wrong in ("quantize9", "diloco", gw.hooks.local_sgd(every=2)):
+    try:
+        replace_ddp(hook=wrong)
+    except gw.UsageError as error:
+        print(str(error).partition(". ")[0], file=sys.stderr)
+replace_ddp(hook="quantize8")
+(group,) = gw.ThreadGroup.world(1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=gw.as_process_group(group))
+print(model.replica.runner.hook)
+model(torch.ones(1, 2)).sum().backward()
+model.register_comm_hook(None, gw.hooks.mean())
+print(model.replica.runner.hook)
+"""
+
+
+def test_models_have_the_hook_until_the_script_registers_another(warm_python: WarmPython) -> None:
+    done = warm_python.run(HOOKED, timeout=120)
+    assert done.returncode == 0, done.stderr
+    q8 = "error_feedback() > quantize(bits=8, block=256, rounding='nearest', seed=0)"
+    assert done.stdout.splitlines() == [q8, "mean()"]
+    wrong = [line for line in done.stderr.splitlines() if line.startswith("replace_ddp(")]
+    assert [line.partition(": ")[2] for line in wrong] == [
+        "there is no such hook for gradients",
+        "there is no such hook for gradients",
+        "it needs the optimizer, which this function does not know",
+    ]
 
 
 PARENT = f"""

@@ -16,7 +16,14 @@ from typing import Any
 from gradwire.cli.arguments import at_least, positive
 from gradwire.errors import UsageError
 from gradwire.launch.display import Picture, find_terminal
-from gradwire.launch.environment import CHECK_DIVERGENCE, NONFINITE, RUN_DIRECTORY, LocalWorld, rank_environment
+from gradwire.launch.environment import (
+    CHECK_DIVERGENCE,
+    HOOK,
+    NONFINITE,
+    RUN_DIRECTORY,
+    LocalWorld,
+    rank_environment,
+)
 from gradwire.launch.run_script import python_command
 from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.supervise import LaunchSpec, supervise
@@ -41,6 +48,13 @@ _HINTS = {
     ),
 }
 """Hints for torchrun's options that are not supported."""
+
+
+HOOKS = (
+    *("mean", "bf16", "fp16", "quantize8", "quantize4", "quantize2", "quantize1", "sign"),
+    *("power_sgd", "power_sgd16", "power_sgd_batched", "top_k", "dgc"),
+)
+"""Those of `hooks.named`, whose import takes a second, that need no optimizer."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -105,6 +119,10 @@ def _add_checks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     replace = "run a script written for torch's DistributedDataParallel on gradwire's, unchanged"
     add("--replace-ddp", "--replace_ddp", action="store_true", help=replace)
+    hook = (
+        f"with --replace-ddp: reduce gradients by this hook, with error feedback where it needs it: {', '.join(HOOKS)}"
+    )
+    add("--hook", choices=HOOKS, metavar="NAME", help=hook)
     nonfinite = (
         "check the gradients of gradwire's models for NaN and infinity, unless the script chooses a policy: end the run, "
         "skip such steps, or only record them (on a CPU, the first one is recorded in any case)"
@@ -123,6 +141,11 @@ def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subp
             f"gradwire run {script}: {wrong}. Options of gradwire run go before the script; "
             "-m runs a module by its name."
         )
+    if args.hook is not None and not args.replace_ddp:
+        raise UsageError(
+            f"gradwire run --hook {args.hook}: it is for models that take the place of torch's. Add --replace-ddp; a script that "
+            "uses gradwire calls model.set_hook(...)."
+        )
     cpus = len(os.sched_getaffinity(0))
     size = args.nproc if isinstance(args.nproc, int) else _ranks(args.nproc, cpus)
     picture, stats = _view(args)
@@ -140,7 +163,7 @@ def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subp
         observe = bool((args.observe or args.replace_ddp) and recorded)
         options = python_command(starter, errors=errors, observe=observe)
         world = LocalWorld(size, name_of(private), Address(LOOPBACK, store.port), cpus)
-        checks = {NONFINITE: args.nonfinite, CHECK_DIVERGENCE: args.check_divergence}
+        checks = {NONFINITE: args.nonfinite, CHECK_DIVERGENCE: args.check_divergence, HOOK: args.hook}
         chosen = {name: str(value) for name, value in checks.items() if value is not None}
         extra = {**recorded, **chosen, **dict(args.env)}
         base = {name: value for name, value in os.environ.items() if name != RUN_DIRECTORY}  # of a run around this one

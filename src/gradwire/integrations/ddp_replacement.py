@@ -12,12 +12,16 @@ import multiprocessing.spawn
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.nn.parallel
 import torch.nn.parallel.distributed
 
 from gradwire.errors import UsageError
+from gradwire.hooks.arguments import check_hooks
+from gradwire.hooks.base import CommHook
+from gradwire.hooks.named import NAMED_HOOKS
 from gradwire.parallel import DistributedDataParallel
 
 _PLACES: tuple[tuple[Any, str], ...] = (
@@ -28,11 +32,14 @@ _PLACES: tuple[tuple[Any, str], ...] = (
 _STOCK = tuple(getattr(module, name) for module, name in _PLACES)
 
 
-def replace_ddp() -> None:
+def replace_ddp(*, hook: CommHook | str | None = None) -> None:
     """Make torch.nn.parallel.DistributedDataParallel gradwire's, for the rest of this process and those that it starts.
 
-    Call it before anything imports torch's class, or start the script with `gradwire run --replace-ddp`.
+    Call it before anything imports torch's class, or start the script with `gradwire run --replace-ddp`. Models reduce their
+    gradients by `hook`, or the one of that name (`hooks.named`), until the script registers another.
     """
+    if hook is not None:
+        DistributedDataParallel.default_hook = _found(hook)
     if all(getattr(module, name) is DistributedDataParallel for module, name in _PLACES):
         return
     early = [found for module in list(sys.modules) for found in _references(module)]
@@ -42,7 +49,23 @@ def replace_ddp() -> None:
             "or start the script with gradwire run --replace-ddp."
         )
     _replace()
-    multiprocessing.spawn.get_preparation_data = _PreparationData(multiprocessing.spawn.get_preparation_data)
+    multiprocessing.spawn.get_preparation_data = _PreparationData(multiprocessing.spawn.get_preparation_data, hook)
+
+
+def _found(hook: CommHook | str) -> CommHook:
+    if isinstance(hook, str):
+        named = NAMED_HOOKS.get(hook)
+        if named is None or named.needs_optimizer:
+            known = ", ".join(name for name, one in NAMED_HOOKS.items() if not one.needs_optimizer)
+            raise UsageError(f"replace_ddp(hook={hook!r}): there is no such hook for gradients. Known ones: {known}.")
+        return named.build()
+    check_hooks("replace_ddp", hook=hook)
+    if hook.local:
+        raise UsageError(
+            f"replace_ddp(hook={hook!r}): it needs the optimizer, which this function does not know. Call model.set_hook and "
+            "model.attach_optimizer in the script."
+        )
+    return hook
 
 
 @contextmanager
@@ -73,13 +96,17 @@ def _references(name: str) -> list[str]:
 class _PreparationData:
     """multiprocessing's function, and the replacement, for processes that it spawns."""
 
-    def __init__(self, original: Callable[[str], dict[str, Any]]) -> None:
+    def __init__(self, original: Callable[[str], dict[str, Any]], hook: CommHook | str | None) -> None:
         self._original = original
+        self._hook = hook
 
     def __call__(self, name: str) -> dict[str, Any]:
-        return {**self._original(name), "gradwire": _ReplaceWhenUnpickled()}
+        return {**self._original(name), "gradwire": _ReplaceWhenUnpickled(self._hook)}
 
 
 class _ReplaceWhenUnpickled:
+    def __init__(self, hook: CommHook | str | None) -> None:
+        self._hook = hook
+
     def __reduce__(self) -> Any:
-        return replace_ddp, ()
+        return partial(replace_ddp, hook=self._hook), ()

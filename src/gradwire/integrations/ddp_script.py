@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from gradwire.integrations.ddp_replacement import replace_ddp
 from gradwire.launch import run_script
+from gradwire.launch.environment import HOOK
 
 
 def main() -> None:
@@ -18,7 +20,7 @@ def main() -> None:
             "usage: python -m gradwire.integrations.ddp_script [-m] SCRIPT [arguments of the script]", file=sys.stderr
         )
         sys.exit(2)
-    replace_ddp()
+    replace_ddp(hook=os.environ.get(HOOK) or None)
     run_script.main()
 
 

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -48,6 +48,9 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
 
     _tracer: Any = None
     """Under `torch.compile(ddp)`, while this wrapper runs: Dynamo, which is to see nothing but the wrapped module."""
+
+    default_hook: ClassVar[CommHook | None] = None
+    """The hook of models that choose none: see `gradwire run --replace-ddp --hook`."""
 
     def __init__(
         self,
@@ -137,7 +140,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
         self.replica = Replica(
             self.module,
             self.group,
-            hook=None if self._mixed is None else self._mixed.hook(),
+            hook=self.default_hook if self._mixed is None else self._mixed.hook(),
             policies=ReplicaPolicies(
                 buckets=self._buckets_policy,
                 graph=graph,
