@@ -12,6 +12,7 @@ from gradwire.hooks.composite import Composite, Wrapped
 from gradwire.hooks.compressors.chunked import chunked_top_k
 from gradwire.hooks.compressors.demo import decoupled_momentum
 from gradwire.hooks.compressors.dgc import dgc
+from gradwire.hooks.compressors.dion import dion
 from gradwire.hooks.compressors.low_rank import power_sgd
 from gradwire.hooks.compressors.quantized import quantize, sign
 from gradwire.hooks.compressors.scaled import scaled_cast
@@ -45,6 +46,7 @@ __all__ = [
     "decoupled_momentum",
     "dgc",
     "diloco",
+    "dion",
     "error_feedback",
     "every",
     "gossip",

@@ -1,18 +1,23 @@
-"""Decoupled momentum against a naive reference, its transform, and its optimizer."""
+"""Hooks that keep the momentum, with their optimizers: decoupled momentum and Dion, against naive references."""
 
+import copy
 import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradwire.errors import UsageError, UsageTypeError
-from gradwire.hooks import BucketSpec, chain, decoupled_momentum, mean
+from gradwire.groups import Group
+from gradwire.hooks import BucketSpec, chain, decoupled_momentum, dion, mean
 from gradwire.hooks.compressors.demo import Tiling, cosines, turned
-from gradwire.optim import SignSGD
-from gradwire.testing import simulate
+from gradwire.optim import Dion, SignSGD
+from gradwire.parallel import replicate
+from gradwire.policies import Buckets
+from gradwire.testing import run_ranks, simulate
 from helpers.buckets import bucket, gradients, steps
+from helpers.outer_training import NET, flat, loss_on
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 64])
@@ -74,6 +79,84 @@ def test_as_in_the_paper() -> None:
         done = simulate(hook, brought, spec=spec, states=done and done.states, step=step)
         torch.testing.assert_close(done.reduced[1].value, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(done.states[0], momenta[0], atol=1e-5, rtol=1e-5)
+
+
+def centralized_dion(net: nn.Module, steps: int, ranks: int, rank: int, mu: float, lr: float) -> None:
+    """The paper's first algorithm on the mean gradient, and Lion for vectors, in one process."""
+    kept: dict[str, list[Tensor]] = {}
+    for step in range(steps):
+        net.zero_grad()
+        (sum(loss_on(net, r, step) for r in range(ranks)) / ranks).backward()  # type: ignore[union-attr]
+        for name, p in net.named_parameters():
+            g = p.grad
+            assert g is not None
+            if p.dim() == 1:
+                (m,) = kept.setdefault(name, [torch.zeros_like(p)])
+                p.data -= lr * torch.sign(0.95 * m + 0.05 * g)
+                m.copy_(0.98 * m + 0.02 * g)
+                continue
+            if name not in kept:  # the hook's own start
+                q = dion(rank).init(BucketSpec.of(0, [(name, p)], p))[0].q
+                kept[name] = [torch.zeros_like(p), q]
+            b = kept[name][0] + g
+            basis = torch.linalg.qr(b @ kept[name][1])[0]
+            r = b.T @ basis
+            kept[name] = [b - (1 - mu) * basis @ r.T, r / r.norm(dim=0)]
+            p.data -= lr * (p.shape[0] / p.shape[1]) ** 0.5 * basis @ kept[name][1].T
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_dion_on_four_ranks_is_dion_on_their_mean_gradient(rank: int) -> None:
+    steps, lr = 12, 0.05
+
+    def train(group: Group) -> Tensor:
+        model = copy.deepcopy(NET)
+        replica = replicate(model, group=group, hook=dion(rank), buckets=Buckets((600,)))
+        optimizer = Dion(model.parameters(), lr=lr)
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_on(model, group.rank, step).backward()
+            optimizer.step()
+        replica.detach()
+        return flat(model)
+
+    alone = copy.deepcopy(NET)
+    centralized_dion(alone, steps, 4, rank, 0.95, lr)
+    for moved in run_ranks(train, 4):
+        torch.testing.assert_close(moved, flat(alone), atol=1e-5, rtol=1e-5)
+    assert float((flat(alone) - flat(NET)).abs().max()) > 0.05
+
+
+def test_dion_sends_two_thin_matrices_and_keeps_ranks_apart_in_momentum_only() -> None:
+    spec, hook = bucket((64, 32), (5,), (4, 3, 3)), dion(8)
+    assert hook.wire_bytes(spec, 2) == 4 * (8 * (64 + 32) + 5 + 4 * (4 + 9))
+    done = simulate(hook, gradients(2, spec.numel), spec=spec)
+    saved = [hook.save(state, spec) for state in done.states]
+    for key, alike in (("q", True), ("momentum", False)):
+        assert torch.equal(*(one["p0"][key] for one in saved)) is alike
+    shared = hook.shared(saved[0])
+    assert torch.equal(shared["p0"]["q"], saved[1]["p0"]["q"])
+    assert list(shared["p0"]) == ["q"]
+    # An orthonormal direction: its singular values are at most 1, up to that of columns of R that are not orthogonal.
+    values = torch.linalg.svdvals(done.reduced[0].value[: 64 * 32].view(64, 32))
+    assert int((values > 1e-4).sum()) == 8
+    assert float(values.square().sum()) == pytest.approx(8, rel=1e-4)
+    # A matrix of rank 1 has one direction; rounding errors are none.
+    thin = torch.cat([torch.outer(torch.arange(64.0), torch.ones(32)).flatten(), torch.zeros(5 + 36)])
+    values = torch.linalg.svdvals(simulate(hook, [thin] * 2, spec=spec).reduced[0].value[: 64 * 32].view(64, 32))
+    assert values[:2].tolist() == pytest.approx([1, 0], abs=1e-4)
+
+
+def test_a_group_of_dion_may_be_left_to_lion() -> None:
+    p = torch.nn.Parameter(torch.zeros(2, 2))
+    p.grad = torch.tensor([[0.1, -3.0], [0.0, math.nan]])
+    optimizer = Dion([{"params": [p], "algorithm": "lion"}], lr=0.5)
+    optimizer.step()
+    torch.testing.assert_close(p.data, torch.tensor([[-0.5, 0.5], [0.0, math.nan]]), equal_nan=True)
+    with pytest.raises(UsageError, match=r"Dion\(algorithm='muon'\): unknown. Pass 'dion' or 'lion'"):
+        Dion([p], algorithm="muon")
+    with pytest.raises(UsageError, match=r"Dion\(lr=-1\): negative"):
+        Dion([p], lr=-1)
 
 
 def test_what_is_on_the_wire() -> None:

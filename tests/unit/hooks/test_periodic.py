@@ -1,5 +1,6 @@
 """local_sgd, post_local_sgd, diloco, streaming_diloco and gossip on simulated ranks: the laws of outer steps, and arithmetic."""
 
+import copy
 import math
 from typing import Any
 
@@ -9,13 +10,14 @@ from torch import Tensor
 
 from gradwire import hooks
 from gradwire.errors import HookError, UsageError
-from gradwire.groups import ThreadGroup
+from gradwire.groups import Group, ThreadGroup
 from gradwire.hooks import Turn, diloco, error_feedback, gossip, local_sgd, mean, post_local_sgd, streaming_diloco
 from gradwire.parallel import replicate
 from gradwire.reducer.hook.outer_optimizer import cut
-from gradwire.testing import check_hook, simulate, simulate_outer
+from gradwire.testing import check_hook, run_ranks, simulate, simulate_outer
 from helpers.buckets import bucket
 from helpers.buckets import gradients as parameters
+from helpers.outer_training import NET, flat, loss_on
 from helpers.through_file import through_file
 
 NARROW = hooks.chain(error_feedback(), hooks.cast(torch.bfloat16), mean())
@@ -105,6 +107,31 @@ def test_visible_sends_what_changes_the_bfloat16_value_and_keeps_the_rest() -> N
     torch.testing.assert_close(second.parameters[1], torch.tensor([0.998, 1 + 2**-6, 2e-30, 2.0]))
     assert second.wire_bytes == 8 + 3 * 8
     assert second.states[0].inner["residual"].tolist() == [0.0] * 4
+
+
+def test_muloco_is_diloco_with_muon_inside() -> None:
+    def train(group: Group) -> tuple[list[float], list[Tensor]]:
+        model = copy.deepcopy(NET)
+        replica = replicate(model, group=group, hook=diloco(every=4))
+        matrices, others = ([p for p in model.parameters() if (p.dim() > 1) is two] for two in (True, False))
+        optimizers = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-3)
+        replica.attach_optimizer(*optimizers)
+        losses, seen = [], []
+        for step in range(24):
+            model.zero_grad()
+            loss = loss_on(model, group.rank, step)
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            losses.append(float(loss.detach()))
+            seen.append(flat(model))
+        replica.detach()
+        return losses, seen[2:4]
+
+    (losses, (apart, equal)), (_, (other, same)) = run_ranks(train, 2)
+    assert not torch.equal(apart, other)
+    assert torch.equal(equal, same)
+    assert sum(losses[-4:]) < 0.7 * sum(losses[:4])
 
 
 def test_visible_belongs_inside_diloco() -> None:

@@ -15,6 +15,7 @@ from gradwire.errors import HookTypeError, UsageError, UsageTypeError
 from gradwire.groups import ThreadGroup
 from gradwire.hooks import CommHook, after, chain, error_feedback, every, hierarchical, mean, partition, weighted_mean
 from gradwire.hooks.compressors.demo import DecoupledMomentum
+from gradwire.hooks.compressors.dion import LowRankMomentum
 from gradwire.parallel import DistributedDataParallel
 from gradwire.testing import simulate
 
@@ -104,6 +105,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "local_sgd": {"every": 1},
     "post_local_sgd": {"start": 1, "every": 1},
     "power_sgd": {"rank": 1},
+    "dion": {"rank": 1},
     "random_k": {"ratio": 0.1},
     "streaming_diloco": {"every": 1, "fragments": 1},
 }
@@ -130,7 +132,7 @@ OUT_OF_RANGE: list[tuple[str, str, Any]] = [
     *(("add_noise", "std", wrong) for wrong in (0.0, float("inf"), float("nan"))),
     *(("after", "step", -1), ("by_size", "numel", -1), ("clip", "norm", 0.0), ("clip", "value", float("nan"))),
     *(("decoupled_momentum", "decay", 1.0), ("decoupled_momentum", "chunk", 0), ("decoupled_momentum", "k", 0)),
-    *(("chunked_top_k", "k", 0), ("chunked_top_k", "chunk", 0)),
+    *(("chunked_top_k", "k", 0), ("chunked_top_k", "chunk", 0), ("dion", "rank", 0), ("dion", "mu", 1.0)),
     *(("dgc", "ratio", 0.0), ("dgc", "momentum", 1.0), ("dgc", "warmup_steps", -1), ("dgc", "clip", 0.0)),
     *(("diloco", "every", 0), ("diloco", "outer_lr", 0), ("diloco", "outer_momentum", 1.0), ("every", "n", 0)),
     *(("gossip", "every", 0), ("local_sgd", "every", 0), ("post_local_sgd", "start", -1), ("power_sgd", "rank", 0)),
@@ -220,7 +222,14 @@ DENSE_ONLY = [
         hooks.sign("majority"),
         hooks.power_sgd(1),
     ),
-    *(hooks.top_k(k=1), hooks.chunked_top_k(1), hooks.threshold(value=1.0), hooks.dgc(0.1), hooks.decoupled_momentum()),
+    *(
+        hooks.top_k(k=1),
+        hooks.chunked_top_k(1),
+        hooks.threshold(value=1.0),
+        hooks.dgc(0.1),
+        hooks.decoupled_momentum(),
+        hooks.dion(1),
+    ),
     *(every(2, mean()), hierarchical(across=mean()), FED, chain(hooks.random_k(0.5), mean())),
     *(chain(stage, mean()) for stage in (hooks.clip(norm=1.0), hooks.clip(value=1.0), hooks.add_noise(std=1.0))),
     *(chain(hooks.scaled_cast(dtype), mean()) for dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)),
@@ -235,7 +244,7 @@ def test_sparse_gradients_are_refused_before_any_step_and_in_one(hook: CommHook)
     with pytest.raises(UsageError, match=r"its gradients are sparse.*partition"):
         simulate(hook, [torch.eye(3).to_sparse(1)] * 2, hosts=[[0], [1]])
     hook.check(spec)
-    if not isinstance(hook, DecoupledMomentum):  # its gradients must be real
+    if not isinstance(hook, (DecoupledMomentum, LowRankMomentum)):  # their gradients must be real
         hook.check(replace(spec, dtype=torch.complex64))
 
 
