@@ -155,7 +155,7 @@ class ShortText(Text):
 
 
 TASKS: Mapping[str, type[Task]] = MappingProxyType({"digits": Digits, "text": Text, "text-short": ShortText})
-_WARM_UP = 20
+WARM_UP = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def train(task: Task, hook: NamedHook, seed: int, steps: int, group: Group, *, s
         if hook.needs_optimizer:
             ddp.attach_optimizer(optimizer)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / _WARM_UP) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
+        optimizer, lambda step: min(1.0, (step + 1) / WARM_UP) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
     )
     data = torch.Generator().manual_seed(10_000 * (seed + 1) + group.rank)  # every rank reads different data
     for _ in range(steps):

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from benchmarks import parity
 from benchmarks.__main__ import main
+from benchmarks.learners import hook_of, train
 from benchmarks.parity import Verdict, compare, spread
 from benchmarks.parity_rank import Score
 
@@ -122,3 +123,15 @@ def test_a_small_run(task, over, tmp_path, capsys):
     dense = rows["mean"]["losses"]
     assert len(set(dense)) == 2
     assert rows["bf16"]["losses"] == pytest.approx(dense, rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_simulated_learners_of_sparse_loco_send_33_times_less_than_those_of_diloco():
+    (dense, bytes_dense), (sparse, bytes_sparse) = (
+        train(hook_of(name, 0.7), 0, 30) for name in ("diloco", "sparse_loco")
+    )
+    assert dense != sparse
+    assert max(dense, sparse) < math.log(96)  # both have learned something
+    assert bytes_dense / bytes_sparse >= 33
+    payload = bytes_dense * 8 / 14, bytes_sparse / 7  # of an all-reduce and of an all-gather
+    assert payload[0] / payload[1] >= 130

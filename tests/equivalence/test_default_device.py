@@ -8,7 +8,9 @@ from gradwire.groups import Group, HierarchicalGroup, NanCheck, Verified
 from gradwire.hooks import (
     CommHook,
     chain,
+    chunked_top_k,
     decoupled_momentum,
+    dion,
     error_feedback,
     mean,
     power_sgd,
@@ -59,6 +61,8 @@ HOOKS = [
     chain(random_k(ratio=0.5), mean()),
     chain(error_feedback(), power_sgd(rank=1)),
     decoupled_momentum(),
+    chain(error_feedback(), chunked_top_k(4, chunk=16, bits=2)),
+    dion(rank=2),
 ]
 
 

@@ -127,6 +127,7 @@ HOOKS = {
     "majority": hooks.sign("majority"),
     "power_sgd": hooks.chain(_FED, hooks.power_sgd(rank=2)),
     "demo": hooks.decoupled_momentum(chunk=8, k=3),
+    "chunks": hooks.chain(hooks.error_feedback(decay=0.9), hooks.chunked_top_k(3, chunk=32, bits=2)),
     "after": hooks.after(2, hooks.chain(_FED, hooks.quantize())),
     "every": hooks.every(3, hooks.chain(_FED, hooks.quantize())),
     "by name": hooks.partition({"b": hooks.mean(), "*": hooks.chain(_FED, hooks.power_sgd(rank=2))}),
