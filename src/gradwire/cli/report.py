@@ -9,8 +9,9 @@ from typing import Any
 
 from gradwire.cli.arguments import add_run, run_directory
 from gradwire.errors import UsageError
+from gradwire.observe.report.compare import compare_text
 from gradwire.observe.report.render import render_page, render_text
-from gradwire.observe.report.report_model import load_report
+from gradwire.observe.report.report_model import RunReport, load_report
 from gradwire.observe.units import plural
 
 
@@ -19,10 +20,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "report",
         description="Make a page of what the flight recorders of all ranks have written: what the run was, step times, where a "
         "step's time goes, buckets and collectives of a typical and of the slowest step, bytes, which ranks were late, and "
-        "warnings with advice. One HTML file without references to others. The job may still run, hang, or have been killed.",
+        "warnings with advice. One HTML file without references to others. The job may still run, hang, or have been killed. "
+        "With two runs, compare them.",
     )
     add_run(parser)
     add = parser.add_argument
+    other = "a second run: compare the two, side by side, as text"
+    add("other", nargs="?", metavar="OTHER", help=other)
     add("-o", "--output", type=Path, metavar="FILE", help="the file (default: report.html)")
     add("--text", action="store_true", help="write text instead of a page, to the terminal unless -o names a file")
     return parser
@@ -30,12 +34,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     directory = run_directory(args.run_dir)
-    try:
-        report = load_report(directory)
-    except OSError as error:  # the run is being removed, or its directory used again
-        raise UsageError(f"gradwire report {directory}: {error.filename or ''}: {error.strerror}.") from None
-    text = render_text(report) if args.text else render_page(report)
-    if args.text and args.output is None:
+    report = _load(directory)
+    as_text = args.text or args.other is not None
+    if args.other is not None:
+        text = compare_text(report, _load(run_directory(args.other)))
+    else:
+        text = render_text(report) if args.text else render_page(report)
+    if as_text and args.output is None:
         encoding = sys.stdout.encoding or "ascii"
         print(text.encode(encoding, "replace").decode(encoding), end="")
         return 0
@@ -47,3 +52,10 @@ def run(args: argparse.Namespace) -> int:
     records = plural(sum(rank.records for rank in report.ranks), "record")
     print(f"{output}: {records} of {plural(len(report.ranks), 'rank')} in {directory}")
     return 0
+
+
+def _load(directory: Path) -> RunReport:
+    try:
+        return load_report(directory)
+    except OSError as error:  # the run is being removed, or its directory used again
+        raise UsageError(f"gradwire report {directory}: {error.filename or ''}: {error.strerror}.") from None

@@ -31,6 +31,24 @@ def test_a_page_and_a_text(run, tmp_path, capsys):
     assert "Where a step's time goes" in (tmp_path / "page.txt").read_text()
 
 
+def test_two_runs_side_by_side(run, tmp_path, capsys):
+    other = tmp_path / "other"
+    other.mkdir()
+    write_ring(other, made_ring(0, range(20)))
+    assert main(["report", str(run), str(other)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"A  {run}\n")
+    assert "2 ranks, steps 1-29" in text
+    assert "1 rank, steps 1-19" in text
+    rows = {line[:25].strip(): line.split()[-1] for line in text.splitlines() if line}
+    assert rows["step, median"] == rows["bytes per step"] == "1.00"
+    assert "Only in B\n  warning: Rank 1 of 2 left no record here" in text
+    assert main(["report", str(run), str(run), "-o", str(tmp_path / "both.txt")]) == 0
+    assert "Only in" not in (tmp_path / "both.txt").read_text()
+    assert main(["report", str(run), "nowhere"]) == 2
+    assert "there is no directory nowhere" in capsys.readouterr().err
+
+
 def test_a_script_whose_name_is_not_utf_8(tmp_path):
     write_ring(tmp_path, made_ring(0, range(3), size=1, command="tr\udcffain.py"))
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0

@@ -96,7 +96,7 @@ def _groups(report: RunReport) -> list[dict[str, Any]]:
 
 # -- text for a terminal -----------------------------------------------------------------------------------------------------------
 
-_WIDTH = 80
+WIDTH = 80
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -130,7 +130,7 @@ def _lines(report: RunReport) -> Iterator[str]:
             ("    ", finding.advice),
         ):
             if text:
-                yield from textwrap.wrap(text, _WIDTH, initial_indent=mark, subsequent_indent="    ")
+                yield from textwrap.wrap(text, WIDTH, initial_indent=mark, subsequent_indent="    ")
     if report.steps:
         yield from _steps(report)
     if report.lateness:
@@ -181,7 +181,7 @@ def _steps(report: RunReport) -> Iterator[str]:
         for row in line.rows:
             spent = {phase: sum(span.seconds for span in row.phases if span.phase is phase) for phase in PHASES}
             parts = ", ".join(f"{phase.value} {duration(seconds)}" for phase, seconds in spent.items() if seconds)
-            yield from textwrap.wrap(parts, _WIDTH, initial_indent=f"  rank {row.rank}: ", subsequent_indent="    ")
+            yield from textwrap.wrap(parts, WIDTH, initial_indent=f"  rank {row.rank}: ", subsequent_indent="    ")
 
 
 def table(rows: Sequence[Sequence[str]], *, right: int) -> Iterator[str]:

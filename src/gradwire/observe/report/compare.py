@@ -1,0 +1,56 @@
+"""Two runs side by side: what was measured of each, and what there is to look at in only one of them."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+
+from gradwire.observe.report.findings import Finding, find
+from gradwire.observe.report.render import WIDTH, table
+from gradwire.observe.report.report_model import PHASES, RunReport
+from gradwire.observe.units import duration, plural, size
+
+
+def compare_text(a: RunReport, b: RunReport) -> str:
+    """In at most 80 columns, except where a name is longer."""
+    return "\n".join(_lines(a, b)) + "\n"
+
+
+def _lines(a: RunReport, b: RunReport) -> Iterator[str]:
+    for letter, report in (("A", a), ("B", b)):
+        yield f"{letter}  {report.directory}"
+        yield f"   {report.ranks[0].header['command'] or 'run'}"
+        steps = f"steps {report.steps[0].step}-{report.steps[-1].step}" if report.steps else "no step"
+        hooks = ", ".join(report.hooks) or "no hook"
+        text = f"{plural(len(report.ranks), 'rank')}, {steps}, {hooks}"
+        yield from textwrap.wrap(text, WIDTH, initial_indent="   ", subsequent_indent="   ")
+    yield ""
+    rows = [("", "A", "B", "B / A"), _row("step, median", a.step_seconds, b.step_seconds, duration)]
+    first, second = a.mean_phases, b.mean_phases
+    if first and second:
+        rows += [_row(f"  {phase.value}", first[phase], second[phase], duration) for phase in PHASES]
+    if a.has_exposed and b.has_exposed:
+        rows.append(_row("exposed share", a.exposed_share, b.exposed_share, "{:.1%}".format))
+    rows.append(_row("bytes per step", a.bytes_per_step, b.bytes_per_step, size))
+    yield from table(rows, right=1)
+    if not (a.has_exposed and b.has_exposed):
+        yield "  What only communication took is not known: the waits of torch's own DDP are inside its backward."
+    found = {letter: find(report) for letter, report in (("A", a), ("B", b))}
+    for letter, other in (("A", "B"), ("B", "A")):
+        known = {_kind(one) for one in found[other]}
+        alone = [one for one in found[letter] if _kind(one) not in known]
+        if alone:
+            yield from ("", f"Only in {letter}")
+        for one in alone:
+            mark = f"  {one.severity}: "
+            yield from textwrap.wrap(one.title, WIDTH, initial_indent=mark, subsequent_indent="    ")
+
+
+def _kind(finding: Finding) -> str:
+    """The same finding with other numbers is the same."""
+    return re.sub(r"\d[\d.,]*", "", finding.title)
+
+
+def _row(name: str, a: float, b: float, shown: Callable[[float], str]) -> tuple[str, str, str, str]:
+    return name, shown(a), shown(b), f"{b / a:.2f}" if a else "-"
