@@ -80,7 +80,7 @@ TITAN = pytest.param("torchtitan", marks=pytest.mark.skipif(not INSTALLED, reaso
 
 @pytest.mark.parametrize("model", ["same shape", TITAN])
 def test_torchtitan(warm_python: WarmPython, model: str) -> None:
-    args = ("--model", model, "--layers", "1", "hsdp:gloo", "fsdp:shared_memory")
+    args = ("--model", model, "--layers", "1", "--steps", "4", "hsdp:gloo", "fsdp:shared_memory")
     first, second = run_script(warm_python, CHECKS / "torchtitan_checks.py", *args)  # which compares
     assert [json.loads(line)["mesh"] for line in first.splitlines()] == ["hsdp:gloo", "fsdp:shared_memory"]
     assert second == ""
