@@ -245,7 +245,7 @@ def on_islands(rank: int, size: int) -> dict[str, tuple[Tensor, Tensor]]:
                 p.mul_(1 + island)
         whole.load_state_dict({n: p.full_tensor() for n, p in model.state_dict().items()})
         replica = replicate(whole, group=across, hook=hook)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (model, whole)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9) for m in (model, whole)]
         outer = outer_steps_on_shards(hook, across, model.named_parameters(), optimizers[0])
         replica.attach_optimizer(optimizers[1])
         for step in range(8):
