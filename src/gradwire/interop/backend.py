@@ -144,7 +144,9 @@ class _Creator:
 def _alone(name: str) -> bool:
     """Whether this is the only backend of the process group that torch is making. torch passes that on to no one."""
     frame: FrameType | None = sys._getframe(2)
-    config = None if frame is None else frame.f_locals.get("backend_config")
+    while frame is not None and "backend_config" not in frame.f_locals:
+        frame = frame.f_back
+    config = None if frame is None else frame.f_locals["backend_config"]
     return config is None or set(config.get_device_backend_map().values()) == {name}
 
 

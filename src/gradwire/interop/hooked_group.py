@@ -7,13 +7,6 @@ Note [What is a gradient]
 A sum or average of one floating-point tensor, all-reduced or reduced and scattered, that is submitted while autograd runs a
 backward, in any of its threads. All else passes as it is: the loss, gradient norms and metrics, which are reduced between
 backwards, maxima, integers, broadcasts. All ranks submit the same operations in the same order, so they decide alike.
-
-Note [Which gradient it is]
-A hook's state belongs to a gradient, and the operation does not name it. But a model reduces its gradients in the same order in
-each backward. So a gradient is identified by those before it in the same backward: by the lengths and dtypes of all of them.
-Backwards that begin alike and continue differently (two models that share the group) thus have states of their own. What the first
-two backwards reduce is learned at once, since torch's DDP has other buckets in its first one; later a sequence is learned when it
-occurs twice in a row. From the place where a backward departs from what was learned, states belong to lengths and dtypes alone.
 """
 
 from __future__ import annotations
@@ -21,7 +14,6 @@ from __future__ import annotations
 import io
 import threading
 import time
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -37,11 +29,12 @@ from gradwire.groups.base import Group
 from gradwire.groups.c10d.work import C10dWork, CompletionPoller
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.work import Work
-from gradwire.groups.wrappers import TrackedWrapper
+from gradwire.groups.wrappers import GroupWrapper, TrackedWrapper
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.dense import Mean
+from gradwire.interop.gradient_places import GradientPlaces
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.reducer.hook.runner import HookRunner
@@ -80,9 +73,10 @@ class HookedGroup(TrackedWrapper):
         check_gradient_hook("HookedGroup", hook)
         super().__init__(inner)
         self.hook = hook
-        self._runner = HookRunner(hook, inner)
+        self._steps_of_hook = _Steps(inner)
+        self._runner = HookRunner(hook, self._steps_of_hook)
         self._model = ModelEvents(inner)
-        self._places = _Places(hook)
+        self._places = GradientPlaces(hook)
         self._running: dict[int, object] = {}
         """The outermost backwards that run, by their threads. Graph tasks of re-entrant ones are parts of them."""
         self._reduced_in: object = None
@@ -139,12 +133,17 @@ class HookedGroup(TrackedWrapper):
         return work
 
     def _pass_through(self, op: Collective) -> Work:
-        if not self.inner.orders_streams(op.device):
-            return super()._pass_through(op)
         work = self.begin(op, _Passed)
+
+        def settle(inner: Work) -> None:
+            self.steps.pop(work.seq, None)
+            work._settle([inner.exception()], inner.source)
+
         try:
-            work.inner = self.inner.submit(op)
-            work.inner.add_done_callback(work.settle_as)
+            self.steps[work.seq] = inner = self.inner.submit(op)
+            if self.inner.orders_streams(op.device):
+                work.inner = inner
+            inner.add_done_callback(settle)
         except Exception as error:
             work.fail(error)
         return work
@@ -154,11 +153,17 @@ class HookedGroup(TrackedWrapper):
         if work.is_completed():  # aborted
             return
         work.ledger.started(work, time.perf_counter())
+        self._steps_of_hook.of(work, self.steps)
         try:
             gradient.reduce(self._runner, self._model)
             work.finish()
+        except CollectiveTimeout as error:
+            work.fail(self.late(work, error))
         except BaseException as error:  # SystemExit too: the thread is needed again
             self._failed(work, error)
+        finally:
+            self._steps_of_hook.of(None, self.steps)
+            self.steps.pop(work.seq, None)
 
     def _reduce_on_stream(self, gradient: _Gradient) -> Work:
         work = self.begin(gradient.op, C10dWork)
@@ -190,7 +195,7 @@ class HookedGroup(TrackedWrapper):
     def hook_state_dict(self) -> dict[str, Any]:
         """The hook's state on this rank: see `Replica.hook_state_dict`. Gradients are numbered in the order of their reductions."""
         self._drain()
-        return self._runner.state_dict()
+        return self._runner.state_dict(gradients=self._places.saved())
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore a saved state. Every rank of the group calls it, between steps."""
@@ -198,6 +203,8 @@ class HookedGroup(TrackedWrapper):
         cuda = torch.device("cuda") if torch.cuda.is_available() else None
         on_cuda = cuda is not None and self.inner.orders_streams(cuda)
         self._runner.load_state_dict(saved, device=torch.device("cuda" if on_cuda else "cpu"))
+        if "gradients" in saved:
+            self._places.load(saved["gradients"])
 
     def state_dict(self) -> dict[str, Any]:
         """The same for torch.distributed.checkpoint, `dcp.save({"hook": group, ...})`: under a key of this rank, as bytes, since a
@@ -260,78 +267,6 @@ class _Gradient:
         events.bucket(RecordKind.BUCKET_REDUCED, spec, step)
 
 
-class _Places:
-    """Which gradient of a backward is which: see Note [Which gradient it is]."""
-
-    _LEARNED_AT_ONCE = 2
-    _LEARNED_LATER = 4
-
-    def __init__(self, hook: CommHook) -> None:
-        self._hook = hook
-        self._numbers: dict[tuple[Any, ...], int] = {}
-        """Of gradients: of those that were learned by the number of the one before, length and dtype; else by length and dtype."""
-        self._followed: set[int] = set()
-        """The numbers after which another gradient was learned."""
-        self._backwards = self._learned_later = 0
-        self._now: list[tuple[int, torch.dtype]] = []
-        self._departed: list[tuple[int, torch.dtype]] | None = None
-        """The last backward, if it departed from what was learned."""
-        self._at: int | None = -1
-        """The number of the last gradient; None after a departure."""
-        self._warned = not hook.structure  # nothing depends on it then
-
-    def begin(self) -> None:
-        """The last backward is over, and another one begins."""
-        last, self._now = self._now, []
-        if self._at is None:
-            if last == self._departed and self._learned_later < self._LEARNED_LATER:
-                self._learned_later += 1
-                self._at = -1
-                for what in last:
-                    self._at = self._number(*what, learn=True)
-            self._departed = last
-        elif last:
-            self._departed = None
-            if self._at in self._followed:
-                self._warn(f"the last one ended after {len(last)}")
-        self._backwards += 1
-        self._at = -1
-
-    def next(self, gradient: Tensor) -> BucketSpec:
-        """The bucket of the next gradient of this backward."""
-        numel, dtype = gradient.numel(), gradient.dtype
-        self._now.append((numel, dtype))
-        if self._at is not None:
-            self._at = self._number(numel, dtype, learn=self._backwards <= self._LEARNED_AT_ONCE)
-            if self._at is None:
-                self._warn(f"the {len(self._now)}. of this one has {numel} elements in {dtype}, or is one too many")
-        number = self._at
-        if number is None:
-            number = self._numbers.setdefault((numel, dtype), len(self._numbers))
-        name = f"gradient {number} of {numel} elements in {str(dtype).removeprefix('torch.')}"
-        return BucketSpec(number, (name,), ((numel,),), ((1,),), dtype, gradient.device)
-
-    def _number(self, numel: int, dtype: torch.dtype, *, learn: bool) -> int | None:
-        """That of the gradient after the last one, if it was learned."""
-        key = (self._at, numel, dtype)
-        if learn and key not in self._numbers:
-            assert self._at is not None
-            self._followed.add(self._at)
-            self._numbers[key] = len(self._numbers)
-        return self._numbers.get(key)
-
-    def _warn(self, how: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"HookedGroup({self._hook!r}): backwards differ in the gradients that they reduce: {how}. A group does not learn "
-                "the names of gradients, so the hook's state belongs to places in this sequence, and from the first difference on "
-                "to lengths, until the sequence recurs. If layers are skipped or frozen from step to step, use a hook without "
-                "state, or one that gets names: as_fsdp_hook, or DistributedDataParallel.",
-                stacklevel=2,
-            )
-
-
 def _is_float(t: Tensor) -> bool:
     return t.dtype.is_floating_point and not t.is_sparse and t.numel() > 0
 
@@ -341,8 +276,29 @@ class _Passed(Work):
 
     inner: Work | None = None
 
-    def settle_as(self, inner: Work) -> None:
-        self._settle([inner.exception()], inner.source)
-
     def wait_settled(self, limit: float) -> bool:
         return super().wait_settled(limit) if self.inner is None else self.inner.wait_settled(limit)
+
+
+class _Steps(GroupWrapper):
+    """The inner group for the hook: what it submits are the steps of an operation, and have what is left of its time."""
+
+    def __init__(self, inner: Group) -> None:
+        super().__init__(inner)
+        self.name = inner.name
+        self._work: Work | None = None
+        self._steps: dict[int, Work] = {}
+
+    def of(self, work: Work | None, steps: dict[int, Work]) -> None:
+        """From now on, of `work`; `steps` has the current one."""
+        self._work, self._steps = work, steps
+
+    def submit(self, op: Collective) -> Work:
+        work = self._work
+        if work is None:  # on CUDA streams nothing waits
+            return self.inner.submit(op)
+        left = work.deadline - time.perf_counter()
+        if left <= 0:
+            work.ledger.expire(work)
+        self._steps[work.seq] = step = self.inner.submit(op.within(max(left, 1e-3)))
+        return step

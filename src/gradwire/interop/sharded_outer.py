@@ -31,7 +31,7 @@ class ShardedOuterSteps:
         with torch.no_grad():
             for name, parameter in named:
                 group.submit(broadcast(local(parameter.detach()), src=0, label=name)).wait()
-        self._runner = HookRunner(hook, group, named)
+        self._runner = HookRunner(hook, group, [(name, p) for name, p in named if p.requires_grad])
 
     def outer_step(self) -> None:
         """The optimizer has made a step. Called after each step of attached optimizers; call it yourself without one."""
@@ -43,6 +43,10 @@ class ShardedOuterSteps:
             if group.failure is None:
                 group.abort(f"an outer step failed on rank {group.rank} with {type(error).__name__}: {error}")
             raise
+
+    def _step_begins(self, *_: object) -> None:
+        if self._runner.outer is not None:
+            self._runner.outer.training_begins()
 
     def average_parameters(self) -> None:
         """Average the parameters over all islands, after a hook that lets them differ. Every rank calls it."""
@@ -76,21 +80,23 @@ def outer_steps_on_shards(
     `group` are the ranks that hold the same shards on the other islands: the model is sharded over one dimension of a mesh, or over
     two in an island of several hosts, and `group` is that of another dimension, over which FSDP does not average:
     `gw.from_process_group(mesh.get_group("island"))`. Parameters are made those of the first island. Keep the result. Without an
-    optimizer, call its `outer_step()` after each step.
+    optimizer, call its `outer_step()` after each step, and load checkpoints before you make it.
 
     Memory and bytes are those of the hook, for a shard. With `mean()` inside, the bits are those of an unsharded model.
     """
     check_hooks("outer_steps_on_shards", hook=hook)
-    named = [(plain_name(name), p) for name, p in named_parameters if p.requires_grad]
+    named = [(plain_name(name), p) for name, p in named_parameters]
     if not isinstance(hook, OuterHook):
         raise UsageError(
             f"outer_steps_on_shards({hook!r}): it has no outer steps. Pass a hook such as diloco(every=...), or use as_fsdp_hook."
         )
-    if not named:
+    if not any(p.requires_grad for _, p in named):
         raise UsageError(
             f"outer_steps_on_shards({hook!r}): no parameter requires a gradient. Pass model.named_parameters() of the model."
         )
     made = ShardedOuterSteps(hook, group, named)
     if optimizers:
         made._runner.attach_optimizer(optimizers, made.outer_step)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(made._step_begins)
     return made

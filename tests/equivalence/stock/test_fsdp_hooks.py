@@ -244,10 +244,15 @@ def on_islands(rank: int, size: int) -> dict[str, tuple[Tensor, Tensor]]:
             for p in [*model.parameters()]:
                 p.mul_(1 + island)
         whole.load_state_dict({n: p.full_tensor() for n, p in model.state_dict().items()})
+        whole[2].bias.requires_grad_(False)
         replica = replicate(whole, group=across, hook=hook)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9) for m in (model, whole)]
+        model[2].bias.requires_grad_(False)
         outer = outer_steps_on_shards(hook, across, model.named_parameters(), optimizers[0])
         replica.attach_optimizer(optimizers[1])
+        with torch.no_grad():  # as when a checkpoint is loaded now
+            for p in [*model.parameters(), *whole.parameters()]:
+                p.add_(100)
         for step in range(8):
             inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + island))
             for m, optimizer in zip((model, whole), optimizers, strict=True):

@@ -25,6 +25,7 @@ from gradwire.hooks import (
 from gradwire.hooks.combinators import feedback
 from gradwire.runtime import jit
 from gradwire.testing import check_hook, simulate
+from gradwire.testing.laws import Gathered
 from gradwire.testing.simulate import one_parameter
 
 
@@ -65,6 +66,13 @@ def test_a_residual_that_decays_is_a_momentum_of_what_was_not_sent(hook: CommHoo
     state["residual"].fill_(0.5)
     done = simulate(fed, [torch.tensor([1.0])], states=[state], donated=True)
     assert float(done.reduced[0].sent + state["residual"]) == pytest.approx(1.25)
+    if hook.scatters:
+        spec = one_parameter(torch.zeros(512))
+        whole, scattered = (fed.init(spec) for _ in range(2))
+        for state, form in ((whole, fed), (scattered, Gathered(fed))):
+            state["residual"].copy_(torch.linspace(-1, 1, 512))
+            simulate(form, [torch.randn(512, generator=torch.Generator().manual_seed(0))], states=[state], donated=True)
+        torch.testing.assert_close(scattered["residual"], whole["residual"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)

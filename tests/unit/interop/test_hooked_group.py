@@ -1,5 +1,6 @@
 """`HookedGroup` on threads: what the hook reduces, what passes, and whose state is whose."""
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gradwire.collectives import ReduceOp, all_reduce
-from gradwire.errors import GroupAborted, UsageError, UsageTypeError
+from gradwire.errors import CollectiveTimeout, GroupAborted, UsageError, UsageTypeError
 from gradwire.groups import Group, Recording, ThreadGroup
 from gradwire.hooks import (
     CommHook,
@@ -231,26 +232,68 @@ def test_a_backward_that_departs_is_reported_once_and_learned_when_it_recurs():
         said, names = [], []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for sizes in [(4, 5, 6)] * 3 + [(4, 6)] * 4 + [(4, 5, 6), (4, 5)]:
+            for sizes in [(4, 5, 6)] * 4 + [(4, 6, 6), (4, 5, 6)] * 3 + [(4, 5)]:
                 reduced_in_backward(group, [torch.ones(n) for n in sizes])
                 names.append(state_names(group))
                 said.append(len(caught))
         return said, names, str(caught[0].message)
 
     for said, names, text in run_ranks(rank_main, 1, kind="threads", wrap=hooked(chain(error_feedback(), Q8))):
-        assert said == [0, 0, 0, 1, 1, 1, 1, 1, 1]
+        assert said == [0] * 4 + [1] * 7
         assert "the 2. of this one has 6 elements" in text
         learned = ["gradient 0 of 4", "gradient 1 of 5", "gradient 2 of 6"]
-        assert names[2] == learned
-        assert names[3] == names[4] == [*learned, "gradient 3 of 6"]  # by its length
-        assert names[-1] == [*learned, "gradient 3 of 6", "gradient 4 of 6"]  # in its place
+        assert names[3] == learned
+        assert (
+            names[4] == names[7] == [*learned, "gradient 3 of 6", "gradient 4 of 6"]
+        )  # by length, but not one for both
+        assert names[-1] == [*names[4], "gradient 5 of 6", "gradient 6 of 6"]  # in their places
+
+
+def test_many_models_that_take_turns_never_share_a_state_in_one_backward():
+    """Layers of one model of very different gradients: what is owed of the large one must not reach the small one."""
+
+    def rank_main(group: Any) -> list[float]:
+        total = torch.zeros(8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for step in range(12):
+                for model in range(6):
+                    g = torch.Generator().manual_seed(100 * step + model)
+                    large, small = 1000 * torch.randn(8, generator=g), torch.randn(8, generator=g)
+                    exact = small.clone()
+                    reduced_in_backward(group, [torch.ones(20 + model), large, small], op=ReduceOp.AVG)
+                    total += small - exact if model == 5 else 0
+        return total.tolist()
+
+    for error in run_ranks(rank_main, 1, kind="threads", wrap=hooked(chain(error_feedback(), quantize(bits=4)))):
+        assert max(map(abs, error)) < 3
+
+
+@pytest.mark.parametrize("how", [in_backward, lambda call: call()], ids=["a gradient", "what passes"])
+def test_time_outs_name_the_ranks_that_are_missing(how: Callable[[Callable[[], object]], None]):
+    over = threading.Event()
+
+    def rank_main(group: Group) -> Any:
+        if group.rank == 1:
+            over.wait(60)
+            return None
+        group.set_timeout(0.5)
+        try:
+            how(lambda: group.all_reduce(torch.ones(8)))
+        except CollectiveTimeout as error:
+            return list(error.missing or ()), str(error).partition("(")[0]
+        finally:
+            over.set()
+
+    alone, _ = run_ranks(rank_main, 2, kind="threads", wrap=hooked(Q8))
+    assert alone == ([1], "all_reduce")
 
 
 def test_a_backward_that_ends_early_is_reported_and_one_of_a_hook_without_state_is_not():
     def rank_main(group: Any) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for sizes in ((4, 4), (4, 4), (4,), (4, 4), (4,), (4, 4)):
+            for sizes in ((4, 4), (4, 4), (4,), (4, 4), (4,), (4, 4), (4,)):
                 reduced_in_backward(group, [torch.ones(n) for n in sizes])
         return [str(w.message).partition(": ")[2].partition(".")[0] for w in caught]
 
@@ -268,6 +311,9 @@ def test_a_state_that_was_saved_continues_bit_for_bit():
 
         for number in range(3):
             step(group, number)
+        reduced_in_backward(
+            group, [torch.ones(7), torch.ones(300)]
+        )  # another sequence, which a new group would not number so
         saved = group.state_dict()
         assert list(saved) == [f"rank {group.rank}"]
         assert all(isinstance(part, bytes) for part in saved.values())

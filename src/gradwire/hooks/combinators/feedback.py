@@ -60,7 +60,9 @@ class ErrorFeedback(Composite, Wrapped):
         return self.around(self.inner.reduce, grad, state, turn) if fused is None else fused
 
     def reduce_scatter(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction | None:
-        fused = self.inner.scatter_with_residual(grad, state["residual"], state["inner"], turn)
+        fused = None
+        if self.decay == 1:
+            fused = self.inner.scatter_with_residual(grad, state["residual"], state["inner"], turn)
         return Wrapped.reduce_scatter(self, grad, state, turn) if fused is None else fused
 
     def around(self, reduce: Reduce, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:

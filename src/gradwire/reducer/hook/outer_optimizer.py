@@ -99,11 +99,16 @@ class OuterOptimizer:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def backward_begins(self) -> None:
-        """The first backward is where training starts. Raise if an outer step was due but optimizer steps are not reported."""
+    def training_begins(self) -> None:
+        """Before the first step: a checkpoint may have been loaded into the model since this was made."""
         if self._fresh:
             self._fresh = False
-            self._begin()  # a checkpoint may have been loaded into the model since
+            self._begin()
+
+    @torch.no_grad()
+    def backward_begins(self) -> None:
+        """The first backward is where training starts. Raise if an outer step was due but optimizer steps are not reported."""
+        self.training_begins()
         if self._stepped or self.optimizers.attached:
             return
         if self._owed:
