@@ -25,7 +25,7 @@ from gradwire.testing.simulate import one_parameter
 
 LEARNERS = 8
 EVERY = 30
-OUTER_RATES = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
+OUTER_RATES = (0.025, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 """The grid."""
 
 
