@@ -177,13 +177,7 @@ class TorchDdpHook:
             return
         runner = self._communicate()
         assert runner.outer is not None
-        try:
-            runner.outer.optimizer_stepped()
-        except BaseException as error:
-            group = runner.group
-            if group.failure is None:
-                group.abort(f"an outer step failed on rank {group.rank} with {type(error).__name__}: {error}")
-            raise
+        runner.outer.step_or_abort()
 
     def average_parameters(self) -> None:
         """Average the parameters over all ranks, after a hook that lets them differ."""

@@ -29,8 +29,8 @@ class GradientPlaces:
     def __init__(self, hook: CommHook) -> None:
         self._hook = hook
         self._numbers: dict[tuple[Any, ...], int] = {}
-        """Of gradients: of those that were learned by the number of the one before, length and dtype; else by what it is the how
-        manyth of in its backward, length and dtype, and None in place of a number."""
+        """Of gradients: those that were learned by (number of the one before, length, dtype), the others by (None, how many equal
+        ones came before in the same backward, length, dtype)."""
         self._followed: set[int] = set()
         """The numbers after which another gradient was learned."""
         self._backwards = self._learned_later = 0
@@ -68,7 +68,7 @@ class GradientPlaces:
         if self._at is not None:
             self._at = self._number(numel, dtype, learn=self._backwards <= self._LEARNED_AT_ONCE)
             if self._at is None:
-                self._warn(f"the {len(self._now)}. of this one has {numel} elements in {dtype}, or is one too many")
+                self._warn(f"number {len(self._now)} of this one, of {numel} elements in {dtype}, is new")
         number = self._at
         if number is None:
             number = self._numbers.setdefault((None, same, numel, dtype), len(self._numbers))

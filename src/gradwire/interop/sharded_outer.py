@@ -35,14 +35,8 @@ class ShardedOuterSteps:
 
     def outer_step(self) -> None:
         """The optimizer has made a step. Called after each step of attached optimizers; call it yourself without one."""
-        group, outer = self._runner.group, self._runner.outer
-        assert outer is not None
-        try:
-            outer.optimizer_stepped()
-        except BaseException as error:
-            if group.failure is None:
-                group.abort(f"an outer step failed on rank {group.rank} with {type(error).__name__}: {error}")
-            raise
+        assert self._runner.outer is not None
+        self._runner.outer.step_or_abort()
 
     def _step_begins(self, *_: object) -> None:
         if self._runner.outer is not None:

@@ -17,6 +17,7 @@ import gradwire as gw
 from gradwire import C10dGroup, Group, Recording, ReduceOp
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.interop import GradwireProcessGroup
+from gradwire.interop.backend import _alone
 from gradwire.interop.process_group_base import Settings, read_settings, translate_reduce_op
 from gradwire.interop.torch_backend import PYTHON_BACKENDS, GradwireBackend
 
@@ -125,6 +126,21 @@ def test_a_mixed_back_end_string() -> None:
     model(torch.ones(1, 2)).sum().backward()
     ours = gw.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=world)
     ours(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize(("others", "alone"), [({}, True), ({"cuda": "nccl"}, False)])
+def test_whether_a_process_group_has_other_back_ends_is_found_at_any_depth(others: dict[str, str], alone: bool) -> None:
+    """torch makes the backend in a function with this variable; with or without `register_backend` in between."""
+
+    def torchs_function(creator: Any) -> Any:
+        backend_config = SimpleNamespace(get_device_backend_map=lambda: {"cpu": "gradwire", **others})
+        return creator(), backend_config
+
+    def created() -> bool:
+        return _alone("gradwire")
+
+    assert [torchs_function(creator)[0] for creator in (created, lambda: created())] == [alone] * 2
+    assert created()  # as under another torch
 
 
 @pytest.mark.parametrize("name", ["gloo", "NCCL", "undefined"])

@@ -240,7 +240,7 @@ def test_a_backward_that_departs_is_reported_once_and_learned_when_it_recurs():
 
     for said, names, text in run_ranks(rank_main, 1, kind="threads", wrap=hooked(chain(error_feedback(), Q8))):
         assert said == [0] * 4 + [1] * 7
-        assert "the 2. of this one has 6 elements" in text
+        assert "number 2 of this one, of 6 elements in float32, is new" in text
         learned = ["gradient 0 of 4", "gradient 1 of 5", "gradient 2 of 6"]
         assert names[3] == learned
         assert (

@@ -137,6 +137,15 @@ class OuterOptimizer:
         if not self.hook.averages_gradients(self.step - 1) or due:
             self.differ = self._differ_after(self.step)
 
+    def step_or_abort(self) -> None:
+        """`optimizer_stepped`; if it fails here, the other ranks must not wait."""
+        try:
+            self.optimizer_stepped()
+        except BaseException as error:
+            if self.group.failure is None:
+                self.group.abort(f"an outer step failed on rank {self.group.rank} with {type(error).__name__}: {error}")
+            raise
+
     def _differ_after(self, step: int) -> bool:
         """Whether ranks may differ after the optimizer's step of this number and its outer step."""
         united = self.hook.equalizes and len(self.hook.due(step)) == self.hook.fragments
