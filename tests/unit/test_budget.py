@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "gradwire"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-CODE_LINES = 33_510
-PHYSICAL_LINES = 48_410
+CODE_LINES = 36_710
+PHYSICAL_LINES = 52_910
 SHARE_OF_TEXT = 0.28
-TEST_LINES = 50_400
+TEST_LINES = 53_000
 
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
@@ -71,8 +71,8 @@ def test_the_tests_are_within_their_budget() -> None:
 
 def test_the_documentation_is_within_its_budget() -> None:
     pages = [page for page in (ROOT / "docs").rglob("*.md") if "api" not in page.parts]
-    assert len(pages) <= 19
-    assert sum(map(physical_lines, pages)) <= 2_950
+    assert len(pages) <= 20
+    assert sum(map(physical_lines, pages)) <= 3_100
     assert physical_lines(ROOT / "docs" / "design.md") <= 300
 
 
