@@ -130,23 +130,18 @@ def with_files_in(folder: Path, wrap: Wrap | type[ThroughTorch]) -> Wrap:
     return wrap
 
 
-WRAPPERS: list[Wrap] = [
-    Recording,
-    with_deadline,
-    NanCheck,
-    Verified,
-    Latched,
-    throttled,
-    Spartan,
-    hooked,
-]
-"""Each alone. `test_wrapped_shared_memory` has all of them together, and the adapters."""
+MEMORY = ("many_in_flight", "layouts", "dtypes_without_arithmetic", "large", "inference_tensors", "aliasing")
+"""Where tensors are and how large: the checks that take longest. Every group runs them, and `test_wrapped_shared_memory`."""
+PASSED = tuple(name for name in check_names() if name not in MEMORY)
+PASS_ON: list[Wrap] = [Recording, with_deadline, NanCheck, Verified, Latched, throttled]
+"""Wrappers that pass tensors on as they are. `test_wrapped_shared_memory` has all but the last together, and the adapters."""
+WRAPPERS = [*((wrap, PASSED) for wrap in PASS_ON), (Spartan, check_names()), (hooked, check_names())]
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda w: w.__name__)
-def test_wrapped_thread_group(wrap: Wrap) -> None:
-    report = check_group(lambda fn: run_ranks(fn, 3, kind="threads", wrap=wrap))
-    assert report.ran == check_names()
+@pytest.mark.parametrize(("wrap", "names"), WRAPPERS, ids=lambda w: getattr(w, "__name__", ""))
+def test_wrapped_thread_group(wrap: Wrap, names: tuple[str, ...]) -> None:
+    report = check_group(lambda fn: run_ranks(fn, 3, kind="threads", wrap=wrap), only=names)
+    assert report.ran == names
 
 
 def test_gloo() -> None:
@@ -154,23 +149,10 @@ def test_gloo() -> None:
     assert report.ran == check_names()
 
 
-@pytest.mark.parametrize("size", [2, 5], ids="{} processes".format)
-def test_shared_memory(size: int) -> None:
-    report = check_group(lambda fn: run_ranks(fn, size, kind="shared_memory"))
-    assert report.ran == check_names()
-
-
-@pytest.mark.parametrize("wrap", [all_of_them, ThereAndBack, ThroughTorchShared], ids=lambda w: w.__name__)
-def test_wrapped_shared_memory(wrap: Wrap, tmp_path: Path) -> None:
-    """The process kind on which all wrappers are tried together, and the adapters: they are the same on the others."""
-    wrap = with_files_in(tmp_path, wrap)
-    report = check_group(lambda fn: run_ranks(fn, 2, kind="shared_memory", wrap=wrap))
-    assert report.ran == check_names()
-
-
-def test_hierarchical() -> None:
-    report = check_group(lambda fn: run_ranks(fn, 4, kind="hierarchical"))
-    assert report.ran == check_names()
+@pytest.mark.parametrize(("size", "names"), [(2, check_names()), (5, PASSED)], ids=["2 processes", "5 processes"])
+def test_shared_memory(size: int, names: tuple[str, ...]) -> None:
+    report = check_group(lambda fn: run_ranks(fn, size, kind="shared_memory"), only=names)
+    assert report.ran == names
 
 
 PASSED_ON = (
@@ -179,8 +161,25 @@ PASSED_ON = (
     "recover_again", "close", "peer_leaves", "mismatch",
 )  # fmt: skip
 """What a group does differently and the adapters pass on: each kind of operation, sub-groups, errors and endings. Every group,
-and the adapters over shared memory, run all checks. Not `recv_any_alone`: gloo cannot be made to give up a receive from any
+and both adapters over shared memory, run all checks. Not `recv_any_alone`: gloo cannot be made to give up a receive from any
 rank, so a thread waits in it until the engine's own deadline, and the second group puts that off beyond the time for leftovers."""
+
+
+@pytest.mark.parametrize(
+    ("wrap", "names"),
+    [(all_of_them, check_names()), (ThereAndBack, check_names()), (ThroughTorchShared, PASSED_ON)],
+    ids=lambda w: getattr(w, "__name__", ""),
+)
+def test_wrapped_shared_memory(wrap: Wrap, names: tuple[str, ...], tmp_path: Path) -> None:
+    """The process kind on which all wrappers are tried together, and the adapters: they are the same on the others."""
+    wrap = with_files_in(tmp_path, wrap)
+    report = check_group(lambda fn: run_ranks(fn, 2, kind="shared_memory", wrap=wrap), only=names)
+    assert report.ran == names
+
+
+def test_hierarchical() -> None:
+    report = check_group(lambda fn: run_ranks(fn, 4, kind="hierarchical"))
+    assert report.ran == check_names()
 
 
 def test_threads_there_and_back() -> None:
