@@ -70,7 +70,7 @@ class HookTrial:
 
 Law = Callable[[HookTrial], Iterator[str]]
 
-_SHORT, _TIMES = 24, 5
+_SHORT, _TIMES = 24, 3
 """Minimum steps after which `pays_back` checks the average over time, and the factor by which it then waits longer."""
 _MOST = 1000
 """Maximum steps in which a hook must send every element once. One that sends less than a thousandth may fail."""

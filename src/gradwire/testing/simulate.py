@@ -248,10 +248,11 @@ class _Lockstep:
         for place, op in enumerate(ops):
             op.check(place, len(ops))
         signatures = [op.signature for op in ops]
-        compared = [replace(signature, label="") for signature in signatures]
-        error = mismatch(self.where, signatures, compared=compared, ranks=list(members))
-        if error is not None:
-            raise error
+        if signatures.count(signatures[0]) < len(signatures):
+            compared = [replace(signature, label="") for signature in signatures]
+            error = mismatch(self.where, signatures, compared=compared, ranks=list(members))
+            if error is not None:
+                raise error
         perform(ops)
         nbytes, sent = [0] * self.size, [0.0] * self.size
         for place, (rank, op) in enumerate(zip(members, ops, strict=True)):
