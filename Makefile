@@ -50,7 +50,8 @@ PARALLEL = -n $(JOBS) --dist worksteal
 tests: $(READY) ## pytest: tests, and the examples in docstrings and documents [JOBS=1]
 	$(BIN)/python -m pytest $(PARALLEL)
 
-acceptance: $(READY) ## 160 hangs and 50 stragglers detected, no alarm in 151 healthy runs, a llama on meshes: about 45 minutes
+acceptance: $(READY) ## long tests; 160 hangs and 50 stragglers detected, no alarm in 151 healthy runs, a llama on meshes: about 45 minutes
+	$(BIN)/python -m pytest -m acceptance
 	PYTHONPATH=tests $(BIN)/python -m detection.hangs --healthy 50
 	PYTHONPATH=tests $(BIN)/python -m detection.stragglers
 	PYTHONPATH=tests $(BIN)/python -m detection.follow

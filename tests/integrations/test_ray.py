@@ -8,11 +8,13 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helpers.waiting import wait_until
 from helpers.warm_python import WarmPython
+from helpers.warm_ranks import run_script
 
 CHECKS = Path(__file__).parent / "scripts" / "ray_checks.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
@@ -50,17 +52,8 @@ def processes_of(directory: str) -> list[int]:
     return found
 
 
-def test_training_checkpoints_errors_and_the_example(
-    tmp_path: Path, ray_directory: str, warm_python: WarmPython
-) -> None:
-    (tmp_path / "saved").mkdir()
-    environ = {**SETTINGS, "RAY_TMPDIR": ray_directory, "OMP_NUM_THREADS": "1"}
-    [done] = warm_python.run_all([(DRIVER, str(CHECKS), str(EXAMPLE), str(tmp_path))], envs=[environ], timeout=400)
-    assert done.returncode == 0, done.stderr
-    out = done.stdout
-    wait_until(lambda: not processes_of(ray_directory), "Ray's processes have ended")
-
-    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+def check_what_ranks_wrote(directory: Path) -> list[dict[str, Any]]:
+    ranks = [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     for said in ranks:
         assert (said["backend"], said["group"]) == ("gradwire", "C10dGroup")
         assert said["gradwire"] == said["mean"] == said["stock"]
@@ -70,8 +63,31 @@ def test_training_checkpoints_errors_and_the_example(
         assert "is a stage" in stage
         assert "must be an nn.Module, got function" in function
         assert "pass arguments of DistributedDataParallel as keywords. Omit parallel_strategy_kwargs=" in strategy
-        assert said["files"] == ["gradwire-hook-0.pt", "gradwire-hook-1.pt", "model.pt"]
     assert ranks[0]["stock"] != ranks[1]["stock"]
+    return ranks
+
+
+def test_training_checkpoints_errors_and_the_example_in_local_mode(tmp_path: Path, warm_python: WarmPython) -> None:
+    (tmp_path / "saved").mkdir()
+    texts = run_script(
+        warm_python, CHECKS, str(EXAMPLE), str(tmp_path), "--local", env=SETTINGS, imports="ray.train.torch"
+    )
+    check_what_ranks_wrote(tmp_path)
+    assert all("loss " in text for text in texts)
+
+
+@pytest.mark.acceptance
+def test_training_checkpoints_errors_and_the_example(
+    tmp_path: Path, ray_directory: str, warm_python: WarmPython
+) -> None:
+    (tmp_path / "saved").mkdir()
+    environ = {**SETTINGS, "RAY_TMPDIR": ray_directory, "OMP_NUM_THREADS": "1"}
+    [done] = warm_python.run_all([(DRIVER, str(CHECKS), str(EXAMPLE), str(tmp_path))], envs=[environ], timeout=400)
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
+    wait_until(lambda: not processes_of(ray_directory), "Ray's processes have ended")
+    for said in check_what_ranks_wrote(tmp_path):
+        assert said["files"] == ["gradwire-hook-0.pt", "gradwire-hook-1.pt", "model.pt"]
     (line,) = (line for line in out.splitlines() if line.startswith("loss "))
     assert str(tmp_path) in line
     assert f"last {line.split()[-1]}" in out.splitlines()

@@ -1,5 +1,9 @@
-"""examples/ray_train.py with workers that first train with torch's DDP and with gradwire's, and then as in the example, twice."""
+"""examples/ray_train.py with workers that first train with torch's DDP and with gradwire's, and then as in the example, twice.
 
+With `--local`, Ray's local mode: no Ray is started, each of the processes is a worker, and its checkpoint stays its own.
+"""
+
+import contextlib
 import functools
 import json
 import runpy
@@ -7,7 +11,7 @@ import sys
 from typing import Any
 
 
-def checks(example: Any, directory: str, config: dict[str, Any]) -> None:
+def checks(example: Any, directory: str, local: bool, config: dict[str, Any]) -> None:
     """In a worker. Ray sends it by value, so everything that it needs is in here."""
     import os
 
@@ -71,18 +75,45 @@ def checks(example: Any, directory: str, config: dict[str, Any]) -> None:
             said["errors"].append(str(error))
 
     example(config)
-    dist.barrier()  # report() has returned where it was called: the file of another worker may still be on its way
-    first = ray.train.get_checkpoint().path
-    said["files"] = sorted(os.listdir(first))
-    example({"checkpoint": first})
+    if not local:
+        dist.barrier()  # report() has returned where it was called: the file of another worker may still be on its way
+        first = ray.train.get_checkpoint().path
+        said["files"] = sorted(os.listdir(first))
+        example({"checkpoint": first})
     with open(f"{directory}/rank-{rank}.json", "w") as file:
         json.dump(said, file)
 
 
+class OneWorker:
+    """A worker group of this process, as far as what gradwire adds to Ray's backend."""
+
+    def execute(self, function: Any) -> None:
+        function()
+        raise LookupError("the rest needs Ray")
+
+
+def without_ray() -> None:
+    """Let `TorchTrainer` run its workers in processes that torchrun has started, over the backend that gradwire registers."""
+    import ray.train
+    import torch.distributed as dist
+
+    from gradwire.integrations.ray import GradwireConfig
+
+    config, scaling, init = GradwireConfig(), ray.train.ScalingConfig, dist.init_process_group
+    with contextlib.suppress(LookupError):
+        config.backend_cls().on_start(OneWorker(), config)
+    ray.init = ray.shutdown = lambda **_: None
+    ray.train.ScalingConfig = lambda **_: scaling(num_workers=0)
+    dist.init_process_group = lambda backend: init(config.backend)  # Ray's own choice is gloo
+
+
 if __name__ == "__main__":
-    path, directory = sys.argv[1:]
+    path, directory, *local = sys.argv[1:]
+    if local:
+        without_ray()
     main = runpy.run_path(path, run_name="example")["main"]
-    main.__globals__["worker"] = functools.partial(checks, main.__globals__["worker"], directory)
+    main.__globals__["worker"] = functools.partial(checks, main.__globals__["worker"], directory, bool(local))
     sys.argv = [path, "--directory", f"{directory}/example"]
     main()
-    print("last", main.__globals__["last_checkpoint"](f"{directory}/example"))
+    if not local:
+        print("last", main.__globals__["last_checkpoint"](f"{directory}/example"))
