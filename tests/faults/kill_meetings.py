@@ -144,11 +144,11 @@ def rank_main(kind: str, point: str, path: str, rank: int, victim: int, died: mm
         return {"error": type(error).__name__, "named": None, "text": str(error)}
 
 
-def fork_rank(answers: str, rank: int, main: Callable[[], dict[str, Any]]) -> int:
+def fork_rank(answers: str, rank: int, main: Callable[[], dict[str, Any]], *, whole: bool) -> int:
     """Start a rank, which ends as a program does.
 
-    The interpreter's own shutdown follows in every rank in which a thread is left, and in the first two, of which one survives. The
-    others would only repeat it, and it takes more CPU time than all that a rank does before.
+    The interpreter's own shutdown follows in every rank in which a thread is left, and, if `whole`, in the first two, of which one
+    survives. The others would only repeat it, and it takes more CPU time than all that a rank does before.
     """
     child = os.fork()
     if child == 0:
@@ -160,7 +160,7 @@ def fork_rank(answers: str, rank: int, main: Callable[[], dict[str, Any]]) -> in
         atexit._run_exitfuncs()
         with open(f"{answers}/exit-{rank}", "w") as file:
             file.write(str(time.monotonic() - began))
-        if rank > 1 and len(os.listdir("/proc/self/task")) == 1:
+        if not (whole and rank < 2) and len(os.listdir("/proc/self/task")) == 1:
             while sum(map(str.isdigit, os.listdir(answers))) < SIZE - 1:  # to others it would be lost, too
                 time.sleep(0.01)
             os._exit(0)
@@ -180,7 +180,7 @@ def meeting(kind: str, point: str, draw: random.Random, seen: Counter[str], slac
         def main(rank: int = rank) -> dict[str, Any]:
             return rank_main(kind, point, path, rank, victim, died, seed)
 
-        ranks.append(fork_rank(answers, rank, main))
+        ranks.append(fork_rank(answers, rank, main, whole=point == POINTS[kind][0]))
     for rank, child in enumerate(ranks):
         if rank == victim and point == "stopped":
             continue
