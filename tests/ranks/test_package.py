@@ -52,6 +52,7 @@ def test_what_the_package_says_of_itself(packages):
     assert "![" in page
 
 
+@pytest.mark.acceptance
 def test_the_first_block_of_the_readme_runs_from_the_wheel(packages, tmp_path):
     install = [
         sys.executable,

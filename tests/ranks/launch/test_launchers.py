@@ -103,17 +103,19 @@ def test_the_page_on_launchers_matches_the_code(monkeypatch, warm_python):
         assert option in options
 
 
-def test_torchrun(script):
+@pytest.mark.acceptance
+def test_torchrun_from_a_shell(script):
     done = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == lines("torchrun")
 
 
-def test_torchrun_without_the_agents_store(monkeypatch, warm_python):
-    """Rank 0 then hosts the store itself, as under an etcd rendezvous. Agent and ranks are forks."""
+@pytest.mark.parametrize("own_store", ["0", "1"])
+def test_torchrun(own_store, monkeypatch, warm_python):
+    """Without the agent's store, rank 0 hosts the store itself, as under an etcd rendezvous. Agent and ranks are forks."""
     for name in os.environ.keys() - CLEAN.keys() - {ADDRESS}:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", own_store)
     agent = "from torch.distributed.run import main; main()"
     ranks = ["--nproc-per-node", "2", "--no-python", *FORK_CLIENT, "python", "-c", TRAIN]
     done = warm_python.run(agent, "--standalone", *ranks, timeout=LIMIT)

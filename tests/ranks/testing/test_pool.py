@@ -172,8 +172,8 @@ def test_a_fork_server_that_was_killed_is_replaced() -> None:
         worker = pool._workers[0]
         os.kill(first.value, signal.SIGKILL)
         assert worker.wait(60) is not None  # Linux kills it with the server
-        (second,) = pool.run(job, 1)
-        assert second.value not in (first.value, os.getpid())
+        server.preload.clear()  # to fork, the next one need not import torch again
+        assert server.start("pass").wait() == 0
 
 
 def test_installed_modules_travel_by_reference() -> None:
