@@ -222,6 +222,19 @@ def oversubscribed(parser: Parser) -> None:
     _files(parser)
 
 
+def balance(parser: Parser) -> None:
+    """Ranks of different speed."""
+    add = functools.partial(parser.add_argument, metavar="N")
+    _names(parser, "--groups", ("shared_memory", "gloo"), ("shared_memory", "gloo"), "kinds of group")
+    busy = "numbers of processes that compute all the time meanwhile (default: %(default)s)"
+    add("--busy", type=list_of(at_least(0)), default="0,2", metavar="N,N", help=busy)
+    add("--total", type=at_least(2), default=32, help="samples of all ranks in a step (default: %(default)s)")
+    add("--ms", type=positive, default=2.0, metavar="MS", help="sleep for a sample on rank 0 (default: %(default)g)")
+    add("--steps", type=at_least(2), default=40, help="timed steps (default: %(default)s)")
+    _timeout(parser)
+    _files(parser)
+
+
 def compile_(parser: Parser) -> None:
     """A compiled model in every form."""
     add = functools.partial(parser.add_argument, metavar="N")
@@ -364,6 +377,13 @@ BENCHMARKS: Mapping[str, tuple[Callable[[Parser], Any], str, str]] = {
         "One step of a model of GPT-2's shape on one GPU, with each hook: which kernels ran on the model's stream, which on the "
         "hook's, and how much of the hook's time overlapped with the model's. Profiling slows down kernel launches; with small "
         "batches the model's stream then waits for the host. Needs CUDA.",
+    ),
+    "balance": (
+        balance,
+        "a batch shared by speed among ranks of which one is half as fast",
+        "Two ranks, of which the second sleeps twice as long for each sample: steps with equal shares of the batch, with those of "
+        "gw.Balance, and ideal ones, where both end at the same time. All gradients are compared with those of the whole batch. "
+        "And the time of a call of agree_to_skip.",
     ),
     "oversubscribed": (
         oversubscribed,

@@ -72,7 +72,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what i
     )
     from gradwire.interop import HookedGroup, as_process_group, from_process_group, register_backend
     from gradwire.launch import init
-    from gradwire.parallel import DistributedDataParallel, DivergenceCheck, Replica, broadcast_coalesced
+    from gradwire.parallel import Balance, DistributedDataParallel, DivergenceCheck, Replica, broadcast_coalesced
     from gradwire.parallel.replicate import replicate
 
 __version__ = "0.1.0"
@@ -89,7 +89,7 @@ _NAMES = {
     "SharedMemoryGroup ThreadGroup Verified Work WorkInfo register_kind",
     "interop": "HookedGroup as_process_group from_process_group register_backend",
     "launch": "init",
-    "parallel": "DistributedDataParallel DivergenceCheck Replica broadcast_coalesced replicate",
+    "parallel": "Balance DistributedDataParallel DivergenceCheck Replica broadcast_coalesced replicate",
 }
 _HOME = {name: layer for layer, names in _NAMES.items() for name in names.split()}
 
@@ -131,6 +131,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "Balance",
     "C10dGroup",
     "ClosedError",
     "Collective",

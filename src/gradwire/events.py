@@ -102,8 +102,23 @@ class BucketReduced(RankEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class ForwardBegan(RankEvent):
+    """The module's forward begins: what ranks exchange before it, such as buffers, is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardEnded(RankEvent):
+    """The module's forward has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardBegan(RankEvent):
+    """A backward, averaged or not, has reached the model's outputs."""
+
+
+@dataclass(frozen=True, slots=True)
 class BackwardEnded(RankEvent):
-    """Autograd has computed every gradient; the rest of the step waits for reductions."""
+    """Autograd has computed every gradient; the rest of the step, if this backward is averaged, waits for reductions."""
 
 
 @dataclass(frozen=True, slots=True)

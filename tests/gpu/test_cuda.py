@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -16,7 +16,7 @@ from gradwire.errors import UsageError
 from gradwire.groups import C10dGroup, Group
 from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, cast, chain, error_feedback, mean, quantize
 from gradwire.interop import HookedGroup, from_process_group, register_backend
-from gradwire.parallel import DistributedDataParallel
+from gradwire.parallel import Balance, DistributedDataParallel
 from gradwire.policies import Gradients
 from gradwire.reducer.hook.driver import Driver
 from gradwire.testing import check_group, run_ranks
@@ -236,3 +236,33 @@ def test_fsdp_over_nccl_reduces_by_the_hook_of_a_mesh_dimension() -> None:
         assert done["hooked_nccl"] == pytest.approx(done["nccl"], rel=0.01)
     finally:
         dist.destroy_process_group()
+
+
+class Sleeping(nn.Module):
+    """A model whose forward keeps the device busy for each sample, and the host not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.cuda._sleep(2_000_000 * len(x))  # type: ignore[attr-defined]
+        return self.layer(x)
+
+
+def test_balance_measures_the_device_and_does_not_wait_for_it(nccl: Group) -> None:
+    ddp = DistributedDataParallel(Sleeping().cuda(), process_group=nccl)
+    balance, x = Balance(ddp, every=5), torch.ones(8, 4, device="cuda")
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for step in range(16):
+        if step == 5:
+            begin.record()
+            torch.cuda.set_sync_debug_mode("error")
+        balance.batch_size(8)
+        ddp(x).sum().backward()
+    torch.cuda.set_sync_debug_mode("default")
+    end.record()
+    end.synchronize()
+    balance.batch_size(8)  # of step 15 at the latest
+    [seconds] = balance.state_dict()["seconds"]
+    assert seconds == pytest.approx(begin.elapsed_time(end) / 1e3 / 11 / 8, rel=0.25)

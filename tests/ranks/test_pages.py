@@ -54,6 +54,7 @@ store, rank, size = dist.HashStore(), 0, 1
 model = torch.nn.Linear(2, 2)
 [inside], across = gw.ThreadGroup.world(1), None  # on one host nothing goes across
 """,
+    "docs/ddp.md": MODEL,
     "docs/hook-catalog.md": MODEL,
     "docs/interop.md": RANK_0,
     "docs/meshes.md": RANK_0,

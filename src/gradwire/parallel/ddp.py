@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from gradwire.autograd.compiled.install import forward_begins
 from gradwire.errors import GroupAndMeshGiven, HookAlreadyRegistered, NotPicklable, UsageError
+from gradwire.events import ForwardBegan
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.interop import as_process_group, from_process_group
@@ -245,6 +246,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
         if torch.is_grad_enabled() and replica.sync and self.logger is not None:
             self.logger.forward_begins()
         replica.reducer.iterations.record(RecordKind.FORWARD_BEGAN)
+        replica.agreement.before_forward(averaged=replica.sync and self.training)
         with replica.recovery.failing_forward():
             self._uneven.before_forward(self)
             replica.rebuild()
@@ -253,6 +255,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
                 self._uneven.announce_sync(replica.sync)
         replica.divergence.before_forward(self.module, replica.runner, steps=replica.reducer.steps, sync=replica.sync)
         forward_begins(self.module, replica.reducer.intake.limits)
+        replica.reducer.events.emit_now(ForwardBegan)
         return self._moved(inputs, kwargs)
 
     def _moved(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ import torch
 from gradwire.errors import HookError
 from gradwire.hooks.base import CommHook, Trait
 from gradwire.hooks.periodic.base import check_outer
+from gradwire.parallel.agreement import SKIP, refuse_join
 from gradwire.reducer.buckets.layout import plain_name
 from gradwire.reducer.rank_agreement import odd_ones_out
 from gradwire.runtime.threads import weakly
@@ -136,6 +137,18 @@ class HookControls:
         iterations = self._controlled.reducer.iterations
         if iterations.expects_backward:
             iterations.fail(error)
+
+    def agree_to_skip(self, flag: bool) -> bool:
+        """Whether any rank skips the batch of this step: if one passes True, all ranks get True, and skip theirs.
+
+        Every rank calls it once for each averaged step, always before the forward whose backward is averaged, or always after it.
+        From the first call on, a step without it raises, and fails on all ranks. Ranks that never call are named when the group's
+        timeout has passed. After True, zero the gradients: those that were accumulated belong to the skipped step.
+        """
+        replica = self._controlled
+        refuse_join(self, SKIP, replica.group.rank)
+        skipped: bool = replica.agreement.agree_to_skip(flag)
+        return skipped
 
     # -- outer steps -----------------------------------------------------------------------------------------------------
 

@@ -23,11 +23,12 @@ from gradwire.autograd.compiled.install import forward_begins
 from gradwire.autograd.grad_hooks import on_backward
 from gradwire.autograd.graph import mark_outputs, reachable_parameters
 from gradwire.errors import LayoutError
-from gradwire.events import Handle
+from gradwire.events import ForwardBegan, ForwardEnded, Handle
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.dense import mean
 from gradwire.hooks.periodic.base import check_outer
+from gradwire.parallel.agreement import Agreement
 from gradwire.parallel.divergence import DivergenceSchedule
 from gradwire.parallel.hook_controls import HookControls
 from gradwire.parallel.module_state import ModuleState
@@ -99,12 +100,8 @@ class Replica(HookControls):
         policies = policies or ReplicaPolicies()
         hook = hook or mean()
         check_outer(hook, "replicate")
-        self.group = group
-        self.graph = policies.graph
-        self.sync = True
-        self.sync_buffers_next = True
-        self.sink_clones = True
-        self._policies = policies
+        self.group, self.graph, self._policies = group, policies.graph, policies
+        self.sync = self.sync_buffers_next = self.sink_clones = True
         self.names, self.parameters, specs = trainable_parameters(module, frozenset(policies.ignore))
         self.state = ModuleState(module, group, buffers=policies.buffers, ignore=policies.ignore)
         check_engine_thread(group, self.parameters)
@@ -132,6 +129,7 @@ class Replica(HookControls):
         self._watch_nonfinite(specs)
         self.divergence = DivergenceSchedule(default_checks().check_divergence)
         self.recovery = Recovery(self.reducer, self.runner, self.state)
+        self.agreement = Agreement(self.reducer, self.recovery)
         self.handles: list[Handle] = []
         """Handles of the module hooks that other objects have registered for this replica."""
         if self.graph is Graph.STATIC:
@@ -233,12 +231,14 @@ class Replica(HookControls):
         if self.recomputing:
             return
         self.reducer.iterations.record(RecordKind.FORWARD_BEGAN)
+        self.agreement.before_forward(averaged=self.sync and self.module.training)
         with self.recovery.failing_forward():
             self.rebuild()
             if self.state.buffers is Buffers.EVERY_FORWARD and self.sync_buffers_next:
                 self.state.sync_buffers()
         self.divergence.before_forward(self.module, self.runner, steps=self.reducer.steps, sync=self.sync)
         forward_begins(self.module, self.reducer.intake.limits)
+        self.reducer.events.emit_now(ForwardBegan)
 
     def rebuild(self) -> None:
         """Rebuild buckets once the first step has shown the order of gradients; first recover from a step that failed."""
@@ -265,7 +265,7 @@ class Replica(HookControls):
         """Expect the backward of this forward. Returns the output, which may pass through a sink."""
         if self.recomputing:
             return output
-        self.reducer.iterations.record(RecordKind.FORWARD_ENDED)
+        self.reducer.iterations.record(RecordKind.FORWARD_ENDED, event=ForwardEnded)
         if torch.is_grad_enabled():
             self.reducer.iterations.forward_ended()
             mark_outputs(output, self.reducer.iterations)

@@ -20,6 +20,7 @@ from torch import Tensor
 from gradwire.autograd.backward_errors import COMPILED, FAILED, around_backward
 from gradwire.autograd.graph import reachable_parameters, reaches_mark
 from gradwire.errors import CompiledAutograd, GroupAborted
+from gradwire.events import Event
 from gradwire.groups.base import Group
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import summary
@@ -75,8 +76,8 @@ class Iterations:
         self.number += 1
         self.expects_backward = False
 
-    def record(self, kind: RecordKind, label: str = "") -> None:
-        self.events.step(kind, self.number, label=label)
+    def record(self, kind: RecordKind, label: str = "", *, event: Callable[[float, int], Event] | None = None) -> None:
+        self.events.step(kind, self.number, label=label, event=event)
 
     def fail(self, error: BaseException) -> None:
         """The step is lost: drop what is in flight, and tell the other ranks, which may be waiting for this one.

@@ -52,11 +52,16 @@ class ModelEvents(EventSource):
         """Something happened to a bucket. `event(time, rank)` makes what listeners get."""
         self._report(kind, self.place(step, spec.index), spec.nbytes, hook, event)
 
+    def emit_now(self, event: Callable[[float, int], Event]) -> None:
+        """Something happened that is not recorded: `event(time, rank)`, for listeners."""
+        if self:
+            self.emit(event(time.perf_counter(), self.rank))
+
     def _report(
         self, kind: RecordKind, place: Place, nbytes: int, label: str, event: Callable[[float, int], Event] | None
     ) -> None:
-        if event is not None and self:
-            self.emit(event(time.perf_counter(), self.rank))
+        if event is not None:
+            self.emit_now(event)
         recorder = writer.active
         if recorder is not None:
             recorder.put(kind, self.member(recorder), label=label, nbytes=nbytes, place=place)

@@ -29,7 +29,7 @@ from gradwire.autograd.backward_end import at_backward_end
 from gradwire.autograd.backward_errors import RETURNED, around_backward
 from gradwire.collectives import broadcast
 from gradwire.errors import GradwireError
-from gradwire.events import BackwardEnded, GradientReady, StepEnded
+from gradwire.events import BackwardBegan, BackwardEnded, GradientReady, StepEnded
 from gradwire.groups.base import Group
 from gradwire.recorder.format import RecordKind
 from gradwire.reducer.buckets.buffers import BucketBuffers
@@ -86,6 +86,8 @@ class Reducer:
         self.wait_at_end: list[torch.futures.Future[Any]] = []
         self.substituted = False
         """Whether the last forward ran with other tensors in place of the parameters, as under `torch.func.functional_call`."""
+        self.before_backward: Callable[[], object] | None = None
+        """Called when a backward that is to be averaged begins; it may raise."""
         self.incomplete: Callable[[], object] | None = None
         """Called when a backward has ended in which some parameters got no gradient; it may raise."""
         self.machine = Machine(layout.members, [s.name for s in layout.parameters], rank=group.rank)
@@ -96,7 +98,7 @@ class Reducer:
             self.parameters, self.machine, in_buckets=options.keep_views, limits=options.limits
         )
         self.reductions = Reductions(group, runner, self.buckets, self.intake, self.events)
-        self.iterations = Iterations(self.parameters, group, self.machine, self.events, abandon=self._abandon)
+        self.iterations = Iterations(self.parameters, group, self.machine, self.events, abandon=self.abandon)
         self._skip_unused = options.skip_unused
         self._first_layout = layout
         self.backward_runs = False
@@ -207,9 +209,12 @@ class Reducer:
 
     def backward_begins(self) -> None:
         """A backward has reached the model's outputs, or one of its parameters: see [The end of a step]."""
+        if not self.backward_runs and self.before_backward is not None and self.machine.state is not _RESTING:
+            self.before_backward()
         self._outputs_reached = True
         if not self.backward_runs:
             self.backward_runs = True
+            self.events.emit_now(BackwardBegan)
             at_backward_end(self._graph_task_ended, failed=self._graph_task_failed)
 
     def on_arrival(self) -> None:
@@ -274,6 +279,8 @@ class Reducer:
     def _graph_task_ended(self) -> None:
         self.backward_runs = False
         self.catch_up()
+        if self.manual or self.machine.state is _RESTING:  # else `finish` emits it
+            self.events.emit_now(BackwardEnded)
         if self.used.learning:
             self._first_static_step_ended()
         if self.machine.complete:
@@ -370,7 +377,8 @@ class Reducer:
         self.steps += 1
         self.iterations.number += 1
 
-    def _abandon(self, why: str) -> None:
+    def abandon(self, why: str) -> None:
+        """Drop what was prepared for, or has arrived in, a backward that will not be averaged."""
         self.intake.abandon()
         self.machine.abandon(why)
         self.reductions.drop()

@@ -2,6 +2,9 @@
 
 import copy
 import math
+import os
+import re
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +16,15 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire import DivergenceCheck
 from gradwire.collectives import Layout
-from gradwire.errors import HookError, NonFiniteGradient, Origin, ReplicasDiverged
+from gradwire.errors import (
+    CollectiveTimeout,
+    GroupError,
+    HookError,
+    NonFiniteGradient,
+    Origin,
+    PeerLost,
+    ReplicasDiverged,
+)
 from gradwire.groups import Group
 from gradwire.hooks import (
     cast,
@@ -28,8 +39,8 @@ from gradwire.hooks import (
     top_k,
 )
 from gradwire.interop import as_torch_hook
+from gradwire.parallel import Balance, broadcast_coalesced, replicate
 from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import broadcast_coalesced, replicate
 from gradwire.policies import Divergence, NonFinite
 from gradwire.testing import run_ranks, simulate
 from helpers import models
@@ -298,3 +309,62 @@ def test_a_group_computes_what_the_simulation_computes(hosts: Any, kind: str) ->
 
     for value in run_ranks(rank_main, 4, kind=kind.replace(" ", "_")):
         torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("how", ["dies", "leaves", "never calls"])
+def test_a_rank_that_does_not_agree_to_skip_is_named(kind: str, how: str) -> None:
+    def rank_main(group: Group) -> str:
+        ddp = DDP(models.mlp(seed=0), process_group=group)
+        group.set_timeout(2.0 if how == "never calls" else 60.0)
+        if group.rank == 1 and how == "never calls":
+            with pytest.raises(GroupError):
+                ddp(models.inputs(1)).sum().backward()
+            return ""
+        ddp.agree_to_skip(False)
+        ddp(models.inputs(group.rank)).sum().backward()
+        if group.rank == 1:
+            if how == "dies":
+                os._exit(1)
+            return ""
+        ddp.agree_to_skip(False)
+        return "agreed"
+
+    def named(group: Group) -> str:
+        try:
+            return rank_main(group)
+        except (PeerLost, CollectiveTimeout) as error:
+            return str(error)
+
+    said = run_ranks(named, 2, kind=kind, lost={1} if how == "dies" else ())[0]
+    words = r"ranks \[1\] did not call it within 2 s" if how == "never calls" else "rank 1 has left without it"
+    assert re.match(rf"agree_to_skip on rank 0 in step {0 if how == 'never calls' else 1}: {words}\. Call it on", said)
+
+
+@on_ranks(2, kind="gloo")
+def test_shares_by_time_that_passes(group: Group) -> None:
+    """Rank 1 is four times as slow; the gradient is that of the whole batch."""
+    ddp = DDP(Sleeping(0.002 * (1 + 3 * group.rank)), process_group=group)
+    balance, batch = Balance(ddp, every=3), models.inputs(0, rows=20)
+    for _ in range(8):
+        balance.batch_size(20)
+        ddp.zero_grad()
+        ddp(batch.split(list(balance.shares))[group.rank]).pow(2).mean().backward()
+        alone = copy.deepcopy(ddp.module.layers)
+        alone.zero_grad()
+        alone(batch).pow(2).mean().backward()
+        for got, want in zip(ddp.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(got.grad, want.grad, rtol=1e-5, atol=1e-6)
+    assert balance.shares[0] >= 13
+
+
+class Sleeping(nn.Module):
+    """A model that sleeps for each sample."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.layers, self.seconds = models.mlp(seed=0), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds * len(x))
+        return self.layers(x)

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.errors import LayoutError, UsageError
-from gradwire.events import BackwardEnded, BucketFull, BucketLaunched, BucketReduced, GradientReady, StepEnded
+from gradwire.events import (
+    BackwardBegan,
+    BackwardEnded,
+    BucketFull,
+    BucketLaunched,
+    BucketReduced,
+    ForwardBegan,
+    ForwardEnded,
+    GradientReady,
+    StepEnded,
+)
 from gradwire.groups import Group, Recording
 from gradwire.hooks import weighted_mean
 from gradwire.parallel import DistributedDataParallel as DDP
@@ -296,7 +306,8 @@ def test_events_report_a_step_in_order(group: Group) -> None:
         (0, ("1.bias",), 2), (1, ("1.weight",), 8), (2, ("0.bias",), 4), (3, ("0.weight",), 16),
     ]  # fmt: skip
     assert [type(event) for event in events] == [
-        *[GradientReady, BucketFull, BucketLaunched] * 4, BackwardEnded, *[BucketReduced] * 4, StepEnded,
+        ForwardBegan, ForwardEnded, BackwardBegan, *[GradientReady, BucketFull, BucketLaunched] * 4, BackwardEnded,
+        *[BucketReduced] * 4, StepEnded,
     ]  # fmt: skip
     assert [event.bucket for event in events if isinstance(event, BucketReduced)] == [0, 1, 2, 3]
     assert events[-1].step == 2
