@@ -229,6 +229,8 @@ class ComputeClock:
         self._reducer = reducer
         self.batch = _Batch(0)
         self._over: list[_Batch] = []
+        self._warm = False
+        """Whether a batch has been measured: the first does not count, in which much is allocated and loaded."""
         self._forwards: list[tuple[Any, Any, float]] = []
         """Those whose backward has not begun."""
         self._forward: Any = None
@@ -241,7 +243,8 @@ class ComputeClock:
     def next_batch(self, samples: int) -> None:
         """The next forwards and backwards are of a new batch. One without a backward was skipped, and does not count."""
         if self.batch.parts and self.batch.samples:
-            self._over.append(self.batch)
+            self._over += [self.batch] * self._warm
+            self._warm = True
         self.batch, self._forwards = _Batch(samples), []
 
     def take(self) -> float:
