@@ -57,6 +57,7 @@ acceptance: $(READY) ## long tests; 160 hangs and 50 stragglers detected, no ala
 	PYTHONPATH=tests $(BIN)/python -m detection.follow
 	$(BIN)/gradwire run -n 2 tests/integrations/scripts/torchtitan_checks.py --steps 50 \
 		hsdp:gloo hsdp:shared_memory fsdp:gloo fsdp:shared_memory
+	$(BIN)/python tests/helpers/protocol_search.py --ranks 3 --crashes 3 --cuts 1 --restarts 1
 
 # Everything but torch is pinned as in .venv. One virtual environment per version: some gigabytes where torch comes with CUDA.
 TORCH_VENV = .venv-torch-$(VERSION)

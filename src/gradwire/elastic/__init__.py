@@ -1,0 +1,1 @@
+"""Training that goes on while ranks die, leave and join."""

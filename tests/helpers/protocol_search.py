@@ -1,0 +1,334 @@
+"""Exhaustive search: every order of events of a few members, with crashes, a cut between hosts, restarts of the hub, late votes,
+joiners and leavers. What the members do is decided by the real `Member`; the network and the hub are modelled here.
+
+A collective ends on a member at any time after all members of the view have contributed, or never, and so does what it asks of
+the hub: to be slow, or cut off, or without a hub for a while, is the same as to come last. So what a cut adds is that any group may
+fail and any process may be taken for gone, until it heals; and what a restart of the hub adds is a request that was carried out
+without the sender's knowledge, which is repeated. A member that is frozen and has not published yet is to the others like one that
+is slow, so here it publishes at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from gradwire.elastic.machine import (
+    Abort,
+    Commit,
+    Drop,
+    Enter,
+    HubState,
+    Instruction,
+    Member,
+    MemberPhase,
+    Propose,
+    Publish,
+    Standing,
+    Stop,
+    View,
+    Vote,
+)
+
+History = tuple[View, ...]
+"""Of each committed step, the view whose members averaged it."""
+
+
+class Process(NamedTuple):
+    """A member, with what the model must know of it."""
+
+    member: Member
+    alive: bool = True
+    history: History = ()
+    averages: View | None = None
+    """The view in which the averages that it holds were made."""
+    todo: Propose | None = None
+    """What the hub has not received yet."""
+    hub: int = 0
+
+
+class Hub(NamedTuple):
+    """Records. There is one hub, except where a mutant elects another."""
+
+    views: tuple[View, ...]
+    standings: frozenset[tuple[int, str, Standing]] = frozenset()
+    gone: frozenset[str] = frozenset()
+    lobby: frozenset[str] = frozenset()
+
+    def board(self, epoch: int) -> HubState:
+        following = [view for view in self.views if view.epoch == epoch + 1]
+        waiting = tuple(sorted(self.lobby - {m for view in self.views for m in view.members}))
+        standings = {m: s for e, m, s in self.standings if e == epoch}
+        return HubState(standings, self.gone, waiting, following[0] if following else None)
+
+
+class World(NamedTuple):
+    processes: tuple[Process, ...]
+    hubs: tuple[Hub, ...]
+    contributed: frozenset[tuple[View, int, str, str]] = frozenset()
+    """(view, step, "average" or "vote" or "change", who)"""
+    crashes: int = 0
+    leaves: int = 0
+    cut: frozenset[str] | None = None
+    """While the network is cut: the processes that are separated from the first hub; empty if it may be any."""
+    cuts: int = 0
+    restarts: int = 0
+
+
+class Violation(AssertionError):
+    """The protocol does not hold."""
+
+
+@dataclass
+class Limits:
+    ranks: int = 3
+    joiners: int = 0
+    steps: int = 2
+    crashes: int = 1
+    leaves: int = 0
+    cuts: int = 0
+    restarts: int = 0
+    views: int = 1
+    """How many groups in succession may fail although all their members are alive."""
+
+
+class Search:
+    """All worlds that can be reached. `kind` is the machine; `elects`: the first member is cut off, and has elected a
+    hub of its own."""
+
+    def __init__(self, limits: Limits, *, kind: type[Member] = Member, elects: bool = False) -> None:
+        self.limits = limits
+        self.elects = elects
+        names = [f"r{i}" for i in range(limits.ranks)]
+        first = View(0, tuple(names), 0)
+        begun = [Process(kind(name, first, MemberPhase.OPEN, holds=True)) for name in names]
+        begun += [Process(kind(f"j{i}")) for i in range(limits.joiners)]
+        self.first = World(tuple(begun), (Hub((first,)),), frozenset(), limits.crashes, limits.leaves, None, limits.cuts,
+                           limits.restarts)  # fmt: skip
+        if elects:
+            standing_by = (begun[0]._replace(hub=1), *begun[1:])
+            hubs, cut = (Hub((first,)), Hub((first,))), frozenset(names[:1])
+            self.first = self.first._replace(processes=standing_by, hubs=hubs, cut=cut)
+
+    def run(self) -> int:
+        """How many worlds there are; raises Violation with the way to the first bad one."""
+        came_from: dict[World, tuple[World, str] | None] = {self.first: None}
+        queue = deque([self.first])
+        try:
+            while queue:
+                world = queue.popleft()
+                end = True
+                for what, after in self.actions(world):
+                    end = False
+                    after = forget(after)
+                    if after not in came_from:
+                        came_from[after] = (world, what)
+                        self.check(after)
+                        queue.append(after)
+                if end:
+                    self.check_end(world)
+        except (Violation, AssertionError) as error:
+            story = [f"{error}"]
+            at: World | None = after if isinstance(error, Violation) and not end else world
+            while at is not None and came_from[at] is not None:
+                at, what = came_from[at]  # type: ignore[misc]
+                story.append(what)
+            raise Violation("\n".join(reversed(story))) from error
+        return len(came_from)
+
+    # -- what may happen -----------------------------------------------------------------------------------------------
+
+    def actions(self, world: World) -> Iterator[tuple[str, World]]:
+        for i, process in enumerate(world.processes):
+            if process.alive and process.member.phase is not MemberPhase.OUT:
+                yield from self._member_acts(world, i, process)
+        yield from self._environment(world)
+
+    def _member_acts(self, world: World, i: int, process: Process) -> Iterator[tuple[str, World]]:
+        me, member, view = process.member.me, process.member, process.member.view
+        if view is not None:
+            step = member.step
+            done = {(kind, who) for v, s, kind, who in world.contributed if v == view and s == step}
+            yield from self._computes(world, i, process, done)
+            for kind in ("average", "vote"):
+                if (kind, me) in done and all((kind, m) in done for m in view.members):
+                    # Perhaps late: the member may have frozen in the meantime.
+                    if kind == "average":
+                        after, reaction = process._replace(averages=view), member.averaged()
+                    else:
+                        after, reaction = process, member.voted(view.epoch, change=any(k == "change" for k, _ in done))
+                    if reaction != (member, ()):
+                        yield f"{me}: the {kind} of step {step} ends", self._react(world, i, after, reaction)
+        yield from self._at_hub(world, i, process)
+
+    def _computes(
+        self, world: World, i: int, process: Process, done: set[tuple[str, str]]
+    ) -> Iterator[tuple[str, World]]:
+        member, view, me = process.member, process.member.view, process.member.me
+        assert view is not None
+        if not member.computing:
+            return
+        donor = self._donor(world, view)
+        if not member.holds and donor is not None:
+            yield (
+                f"{me} receives the state",
+                put(world, i, process._replace(member=member.received()[0], history=donor.history)),
+            )
+        if member.holds and ("average", me) not in done and member.step < self.limits.steps:
+            yield f"{me} has its gradients of {member.step}", contribute(world, view, member.step, "average", me)
+        if any(not self._with_me(world, process, p) for p in world.processes if p.member.me in view.members):
+            yield f"{me}: its group fails", self._react(world, i, process, member.lost(view.epoch))
+
+    def _donor(self, world: World, view: View) -> Process | None:
+        donors = (p for p in world.processes if p.alive and p.member.view == view and p.member.holds)
+        return next((p for p in donors if p.member.computing and p.member.step == view.step), None)
+
+    def _with_me(self, world: World, me: Process, other: Process) -> bool:
+        """Whether the other process is in the group of my view and can be reached."""
+        split = (
+            world.cut is not None
+            and me.member.epoch < self.limits.views
+            and (not world.cut or (me.member.me in world.cut) != (other.member.me in world.cut))
+        )
+        theirs, mine = other.member.epoch, me.member.epoch
+        aborted = theirs > mine or (theirs == mine and not other.member.computing)
+        return other.alive and not split and not aborted
+
+    def _at_hub(self, world: World, i: int, process: Process) -> Iterator[tuple[str, World]]:
+        me, member, hub = process.member.me, process.member, world.hubs[process.hub]
+        if process.todo:
+            if all(view.epoch != process.todo.view.epoch for view in hub.views):
+                world = put_hub(world, process.hub, hub._replace(views=(*hub.views, process.todo.view)))
+            yield f"{me}: {process.todo}", put(world, i, process._replace(todo=None))
+            if world.restarts:
+                yield f"{me}: {process.todo}, and the hub dies", world._replace(restarts=world.restarts - 1)
+            return
+        if member.phase is MemberPhase.LOBBY:
+            if me not in hub.lobby:
+                yield f"{me} is in the lobby", put_hub(world, process.hub, hub._replace(lobby=hub.lobby | {me}))
+                return
+            mine = [view for view in hub.views if me in view.members]
+            if mine:
+                yield f"{me} joins", self._react(world, i, process, member.look(HubState({}, next=mine[-1])))
+            return
+        reaction = member.look(hub.board(member.epoch))
+        if reaction != (member, ()):
+            yield f"{me} looks", self._react(world, i, process, reaction)
+
+    def _environment(self, world: World) -> Iterator[tuple[str, World]]:
+        names = {m for p in world.processes if p.member.view is not None for m in p.member.view.members}
+        for i, process in enumerate(world.processes):
+            name, phase = process.member.me, process.member.phase
+            if process.alive and phase is not MemberPhase.OUT and world.crashes:
+                yield f"{name} dies", put(world._replace(crashes=world.crashes - 1), i, process._replace(alive=False))
+            if process.alive and process.member.computing and world.leaves and not process.member.leaving:
+                told = process._replace(member=process.member.leave()[0])
+                yield f"{name} is told to leave", put(world._replace(leaves=world.leaves - 1), i, told)
+            for h, hub in enumerate(world.hubs):
+                away = not process.alive or self._cut_off(world, h, name)
+                if away and name not in hub.gone and name in names:
+                    yield f"hub {h}: {name} is gone", put_hub(world, h, hub._replace(gone=hub.gone | {name}))
+                elif process.alive and world.cut is None and name in hub.gone:
+                    yield f"hub {h}: {name} is back", put_hub(world, h, hub._replace(gone=hub.gone - {name}))
+        if world.cuts:
+            yield "the network is cut", world._replace(cut=frozenset(), cuts=world.cuts - 1)
+        if world.cut is not None:
+            yield "the cut heals", world._replace(cut=None)
+
+    def _cut_off(self, world: World, hub: int, name: str) -> bool:
+        return world.cut is not None and (not world.cut or (name in world.cut) != bool(hub))
+
+    def _react(self, world: World, i: int, process: Process, reaction: tuple[Member, tuple[Instruction, ...]]) -> World:
+        member, todo = reaction
+        process = process._replace(member=member)
+        for one in todo:
+            if isinstance(one, Vote):
+                view, me = member.view, member.me
+                assert view is not None
+                world = contribute(world, view, one.step, "vote", me)
+                if member.leaving or world.hubs[process.hub].board(view.epoch).lobby:
+                    world = contribute(world, view, one.step, "change", me)
+            elif isinstance(one, Commit):
+                assert process.averages is not None, f"{member.me} commits {one.step} without averages"
+                process = process._replace(history=(*process.history, process.averages), averages=None)
+            elif isinstance(one, Drop):
+                process = process._replace(averages=None)
+            elif isinstance(one, Publish):
+                hub = world.hubs[process.hub]
+                standing = one.epoch, member.me, one.standing
+                world = put_hub(world, process.hub, hub._replace(standings=hub.standings | {standing}))
+            elif isinstance(one, Propose):
+                process = process._replace(todo=one)
+            else:
+                assert isinstance(one, Abort | Enter | Stop)
+        return put(world, i, process)
+
+    # -- what must hold ------------------------------------------------------------------------------------------------
+
+    def check(self, world: World) -> None:
+        """No two processes, dead or alive, have committed different averages as the same step."""
+        longest = max((p.history for p in world.processes), key=len)
+        for process in world.processes:
+            if process.history != longest[: len(process.history)]:
+                raise Violation(f"{process.member.me} has committed {process.history}, and another {longest}")
+
+    def check_end(self, world: World) -> None:
+        """Nothing more can happen: all survivors have committed all steps, and whatever a dead one had."""
+        alive = [p for p in world.processes if p.alive and p.member.phase not in (MemberPhase.OUT, MemberPhase.LOBBY)]
+        if self.elects or not any(p.member.holds for p in alive):
+            return
+        for process in alive:
+            if len(process.history) < self.limits.steps:
+                raise Violation(
+                    f"{process.member.me} is stuck {process.member.phase.value} after {process.member.step} steps"
+                )
+
+
+def forget(world: World) -> World:
+    """Without what can no longer matter, so that worlds that differ in nothing else are one."""
+    processes = tuple(
+        p._replace(todo=None) if p.todo is not None and p.todo.view.epoch <= world.hubs[p.hub].views[-1].epoch else p
+        if p.alive and p.member.phase is not MemberPhase.OUT
+        else Process(Member(p.member.me, phase=MemberPhase.OUT), p.alive, p.history, hub=p.hub)
+        for p in world.processes
+    )  # fmt: skip
+    views = {p.member.view for p in processes}
+    first = min(
+        (p.member.epoch for p in processes if p.member.phase not in (MemberPhase.OUT, MemberPhase.LOBBY)), default=0
+    )
+    hubs = []
+    for hub in world.hubs:
+        later = tuple(view for view in hub.views if view.epoch >= first)
+        known = hub.lobby | {m for view in later for m in view.members}
+        standings = frozenset(s for s in hub.standings if s[0] >= first)
+        hubs.append(Hub(later, standings, hub.gone & known, hub.lobby))
+    contributed = frozenset(c for c in world.contributed if c[0] in views)
+    return world._replace(processes=processes, hubs=tuple(hubs), contributed=contributed)
+
+
+def put(world: World, i: int, process: Process) -> World:
+    return world._replace(processes=(*world.processes[:i], process, *world.processes[i + 1 :]))
+
+
+def put_hub(world: World, i: int, hub: Hub) -> World:
+    return world._replace(hubs=(*world.hubs[:i], hub, *world.hubs[i + 1 :]))
+
+
+def contribute(world: World, view: View, step: int, kind: str, who: str) -> World:
+    return world._replace(contributed=world.contributed | {(view, step, kind, who)})
+
+
+def main() -> None:
+    """Search with the limits that are given."""
+    parser = argparse.ArgumentParser(description="Every order of events of a few members of an elastic run.")
+    for field in fields(Limits):
+        parser.add_argument(f"--{field.name}", type=int, default=field.default)
+    limits = Limits(**vars(parser.parse_args()))
+    print(f"{Search(limits).run():,} worlds, and the protocol holds in all: {limits}")
+
+
+if __name__ == "__main__":
+    main()
