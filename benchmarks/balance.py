@@ -122,7 +122,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     for kind in args.groups:
         for busy in args.busy:
             task = Task(kind, args.total, args.ms / 1e3, args.steps)
-            name = f"{kind.replace('_', ' ')}, {busy} busy processes"
+            name = f"{'shm' if kind == 'shared_memory' else kind}, {busy} busy"
             with busy_processes(busy), bar(console, name, LEARNING + task.steps, "steps") as on_report:
                 times: list[Times] = run_world(
                     functools.partial(run_task, task), 2, name="balance", timeout=args.timeout, on_report=on_report
@@ -136,13 +136,13 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     }
     columns = [
         Column("ideal", "ideal", time_words),
-        Column("equal", "equal shares", time_words),
+        Column("equal", "equal", time_words),
         Column("balanced", "balanced", time_words),
         Column("ratio", "to ideal", fixed(2)),
         Column("shares", "shares"),
-        Column("skip", "agree_to_skip", time_words),
+        Column("skip", "skip", time_words),
     ]
-    caption = "Medians, and quartiles below them. To ideal: balanced."
+    caption = "Medians, and quartiles below them. To ideal: balanced. Skip: a call of agree_to_skip."
     words = f"{len(rows) - len(above)} of {len(rows)} take at most {LIMIT:g} x ideal"
     return Result(
         "balance",

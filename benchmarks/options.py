@@ -229,7 +229,7 @@ def balance(parser: Parser) -> None:
     busy = "numbers of processes that compute all the time meanwhile (default: %(default)s)"
     add("--busy", type=list_of(at_least(0)), default="0,2", metavar="N,N", help=busy)
     add("--total", type=at_least(2), default=32, help="samples of all ranks in a step (default: %(default)s)")
-    add("--ms", type=positive, default=2.0, metavar="MS", help="sleep for a sample on rank 0 (default: %(default)g)")
+    add("--ms", type=positive, default=5.0, metavar="MS", help="sleep for a sample on rank 0 (default: %(default)g)")
     add("--steps", type=at_least(2), default=40, help="timed steps (default: %(default)s)")
     _timeout(parser)
     _files(parser)

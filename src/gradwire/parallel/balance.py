@@ -33,6 +33,8 @@ from gradwire.runtime.threads import weakly
 
 _NEW = 0.5
 _WORTH_CHANGING = 0.03
+_FEWEST = 3
+"""Batches of which a median is taken."""
 
 
 class Balance:
@@ -248,12 +250,14 @@ class ComputeClock:
         self.batch, self._forwards = _Batch(samples), []
 
     def take(self) -> float:
-        """The median of the seconds per sample of batches that are over, since the last call; 0 if there are none."""
+        """The median of the seconds per sample of batches that are over, since it last returned one; 0 if they are too few."""
         self.next_batch(0)
         known = [(batch, batch.seconds()) for batch in self._over]
-        self._over = [batch for batch, seconds in known if seconds is None]
         rates = [seconds / batch.samples for batch, seconds in known if seconds is not None]
-        return statistics.median(rates) if rates else 0.0
+        if len(rates) < _FEWEST:
+            return 0.0
+        self._over = [batch for batch, seconds in known if seconds is None]
+        return statistics.median(rates)
 
     def _listen(self, event: RankEvent) -> None:
         if isinstance(event, events.BucketFull):
