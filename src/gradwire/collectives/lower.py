@@ -26,8 +26,8 @@ from gradwire.collectives.reference import reduce_tensors, store, working_dtype,
 
 
 def is_identity(op: Collective) -> bool:
-    """Whether a group of one rank has the result before it begins."""
-    in_place = op.outputs is op.inputs
+    """Whether a group of one rank has the result before it begins. Sparse results are coalesced, as gloo's."""
+    in_place = op.outputs is op.inputs and not any(t.is_sparse for t in op.inputs)
     return in_place and (op.kind is OpKind.BROADCAST or (op.kind is OpKind.ALL_REDUCE and op.factor is None))
 
 
