@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, str] = {
     "inspect": "show where every rank is, and which one the others wait for",
     "report": "make a page about a run: where its time went, what to look at",
     "run": "start a script on several ranks of this machine",
+    "suggest": "suggest a hook for a run, or none, with the predicted step time",
     "top": "show all ranks of a job while it runs",
     "trace": "merge what all ranks of a run did into one trace",
 }

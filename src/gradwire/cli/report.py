@@ -34,10 +34,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def run(args: argparse.Namespace) -> int:
     directory = run_directory(args.run_dir)
-    report = _load(directory)
+    report = load(directory)
     as_text = args.text or args.other is not None
     if args.other is not None:
-        text = compare_text(report, _load(run_directory(args.other)))
+        text = compare_text(report, load(run_directory(args.other)))
     else:
         text = render_text(report) if args.text else render_page(report)
     if as_text and args.output is None:
@@ -54,8 +54,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(directory: Path) -> RunReport:
+def load(directory: Path, *, who: str = "report") -> RunReport:
+    """The report of a run that may be removed meanwhile."""
     try:
         return load_report(directory)
     except OSError as error:  # the run is being removed, or its directory used again
-        raise UsageError(f"gradwire report {directory}: {error.filename or ''}: {error.strerror}.") from None
+        raise UsageError(f"gradwire {who} {directory}: {error.filename or ''}: {error.strerror}.") from None

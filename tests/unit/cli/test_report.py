@@ -92,7 +92,9 @@ def test_what_cannot_be_done(run, tmp_path, command, arguments, message, capsys)
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["report", "--text"], ["inspect"], ["trace", "-o", "OUT"], ["top", "--once"]])
+@pytest.mark.parametrize(
+    "command", [["report", "--text"], ["inspect"], ["trace", "-o", "OUT"], ["top", "--once"], ["suggest"]]
+)
 def test_the_latest_run_is_named_with_its_start(tmp_path, monkeypatch, capsys, command):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     run = new_run(runs_directory(os.environ), "train.py")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.observe.stragglers.steps import Phase, StepFolder, _covered, step_times
+from gradwire.observe.stragglers.steps import Phase, StepFolder, covered, step_times
 from gradwire.recorder.format import RecordKind as K
 from helpers.recorder_put import group_id_of
 
@@ -97,7 +97,7 @@ def test_any_number_of_waits_takes_little_memory(record):
     for number in range(5000):
         folder.add(record(K.COLLECTIVE_FINISHED, 10 * number + 4, seq=number, duration=4))
     assert len(folder._waits) < 2000
-    assert _covered(folder._waits) == 5000 * 4
+    assert covered(folder._waits) == 5000 * 4
 
 
 def test_a_step_that_failed_is_left_out_and_so_is_the_next(step, record):
@@ -141,7 +141,7 @@ def test_nothing_is_known_without_records(record):
 def test_the_union_of_intervals(pairs):
     intervals = [(start, start + length) for start, length in pairs]
     random.Random(0).shuffle(intervals)
-    assert _covered(intervals) == len({x for start, end in intervals for x in range(start, end)})
+    assert covered(intervals) == len({x for start, end in intervals for x in range(start, end)})
 
 
 @pytest.fixture

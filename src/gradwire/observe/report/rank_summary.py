@@ -17,7 +17,7 @@ from typing import NamedTuple
 from gradwire.observe.rings.intervals import Operation, operations
 from gradwire.observe.rings.ring import Record, Ring
 from gradwire.observe.run_warnings import warning_records
-from gradwire.observe.stragglers.steps import step_times
+from gradwire.observe.stragglers.steps import covered, step_times
 from gradwire.recorder.format import RecordKind
 
 _KEPT_DURATIONS = 10_000
@@ -56,6 +56,15 @@ class Traffic:
         return median(self.durations) / 1e9 if self.durations else 0.0
 
 
+class StepWire(NamedTuple):
+    """The collectives of the buckets of one step."""
+
+    busy: int
+    """Nanoseconds in which at least one was in flight."""
+    nbytes: int
+    calls: int
+
+
 class RankSummary:
     """What a report shows of one rank. Times are in nanoseconds on its host's clock."""
 
@@ -77,6 +86,7 @@ class RankSummary:
         self.pending: list[Operation] = []
         """Operations that have not finished."""
         self.traffic: dict[TrafficKey, Traffic] = {}
+        in_step: dict[int, list[Operation]] = {}
         hooks = {(r.step, r.bucket): r.label for r in ring.of_kind(RecordKind.BUCKET_LAUNCHED)}
         for operation in operations(records):
             if operation.ended is None:
@@ -86,6 +96,10 @@ class RankSummary:
                 hook = hooks.get((record.step, record.bucket), "") if record.bucket >= 0 else ""
                 key = TrafficKey(hook, record.op, record.group)
                 self.traffic.setdefault(key, Traffic()).add(1, record.nbytes, [duration])
+                if hook:
+                    in_step.setdefault(record.step, []).append(operation)
+        self.wire = {step: _wire(found) for step, found in in_step.items()}
+        """By step: what was sent for its buckets."""
 
     @property
     def ended(self) -> bool:
@@ -95,6 +109,11 @@ class RankSummary:
     def wall_time(self, time: int) -> float:
         """A time of this rank as seconds since 1970."""
         return float(self.header["started_wall"] + time - self.header["started"]) / 1e9
+
+
+def _wire(found: Sequence[Operation]) -> StepWire:
+    busy = covered([(one.submitted, one.ended or one.submitted) for one in found])
+    return StepWire(busy, sum(one.record.nbytes for one in found), len(found))
 
 
 def total_traffic(ranks: Sequence[RankSummary]) -> dict[TrafficKey, Traffic]:

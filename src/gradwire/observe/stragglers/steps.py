@@ -217,7 +217,7 @@ class StepFolder:
         if since is not None:
             self._waits.append((max(since, self._phase_start), record.time))
             if len(self._waits) >= _MOST_WAITS:  # a phase may last forever, e.g. in a program that trains no model
-                self._waits = [(record.time - _covered(self._waits), record.time)]
+                self._waits = [(record.time - covered(self._waits), record.time)]
 
     def _phase_record(self, record: Record) -> None:
         kind, time = record.kind, record.time
@@ -229,7 +229,7 @@ class StepFolder:
         span = self.tracker.add(record)
         if span is not None:
             end = self._end_of_gradients(span) if kind is RecordKind.OPTIMIZER_BEGAN else span.end
-            own = max(0, end - span.start - _covered(self._waits))
+            own = max(0, end - span.start - covered(self._waits))
             self._now.spend(span.phase, own)
             self._now.spend(Phase.EXPOSED, span.end - span.start - own)
         self._waits.clear()
@@ -280,10 +280,10 @@ def _key(record: Record) -> tuple[int, int, int]:
     return record.group_id, record.rank, record.seq
 
 
-def _covered(intervals: list[tuple[int, int]]) -> int:
+def covered(intervals: list[tuple[int, int]]) -> int:
     """The length of the union of intervals.
 
-    >>> _covered([(5, 9), (0, 2), (6, 7), (8, 10)])
+    >>> covered([(5, 9), (0, 2), (6, 7), (8, 10)])
     7
     """
     total, reached = 0, 0

@@ -2,10 +2,12 @@
 
 import pytest
 
+from gradwire.errors import UsageError
 from gradwire.observe.report.findings import find
 from gradwire.observe.report.rank_summary import TrafficKey
 from gradwire.observe.report.render import render_page, render_text
 from gradwire.observe.report.report_model import RunReport
+from gradwire.observe.report.suggest import measure
 from gradwire.observe.rings.intervals import bucket_spans, operations, ranks_apart
 from gradwire.observe.stragglers.steps import Phase
 from gradwire.recorder.format import RecordKind as K
@@ -139,6 +141,8 @@ def test_torchs_ddp_whose_backward_includes_the_wait():
     assert "Backward includes the wait for averages" in [finding.title for finding in find(report)]
     assert "Where a step's time goes" in render_text(report)
     assert "<span>exposed communication</span>" not in render_page(report)
+    with pytest.raises(UsageError, match="torch's DDP waits inside its backward"):
+        measure(report)
 
 
 def test_ranks_without_buckets_are_not_compared():

@@ -1,0 +1,193 @@
+"""Which hook a run would be faster with, predicted from its report. Pure.
+
+Note [The model]
+Of a step of T seconds, W pass while buckets are reduced, E of them exposed, after the last gradient, both on the rank that was
+ready last and does not wait for others. So W - E are hidden behind the backward. A hook that sends r of the bytes needs r W on the
+same link, of which as much can be hidden again, but not its last bucket, and computes for c seconds per byte of gradients:
+
+    T' = T - E + c bytes + max(r W - (W - E), r min(E, W / buckets))
+
+If only every k-th step communicates, T' = T - E + (c bytes + r W) / k: that is after the optimizer's step, where nothing hides it.
+A hook must save a tenth of T, else the model is not good enough. Of those that are within a tenth of the fastest, the one that
+loses least is chosen; one with which replicas differ for some steps only if it halves the time, with more steps for the same loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from gradwire.errors import UsageError
+from gradwire.observe.report.report_model import RunReport
+from gradwire.observe.stragglers.steps import Phase
+from gradwire.observe.units import duration, plural, size
+
+_LEAST_STEPS = 10
+_GAIN, _LARGE_GAIN = 0.1, 0.5
+"""The share of a step that a hook must save; and one after which replicas differ."""
+_SMALL = 128 * 1024
+"""Collectives of fewer bytes take about as long with fewer."""
+_DENSE = "mean()"
+_ITEMSIZES = {"float64": 8, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A hook of docs/hook-catalog.md, with constants of benchmarks/RESULTS.md: `hooks` on a CPU (x86) and on a GPU (H200), at
+    25 MiB, the cost of `mean` subtracted; `slowlink` for the steps. bfloat16 on a CPU includes what gloo takes longer to add it
+    up, from `suggestion` over 1 Gbit/s."""
+
+    name: str
+    """In `hooks.named`."""
+    words: str
+    line: str
+    bits: float
+    """On the wire, per element, with scales."""
+    cpu: float
+    gpu: float
+    """Nanoseconds of computing per byte of gradients in float32."""
+    every: int = 1
+    steps: float = 1.0
+    """How many times as many are needed for the same loss."""
+
+
+_FEEDBACK = "hooks.chain(hooks.error_feedback(), hooks.quantize(bits={}))"
+_LOCAL = f"hooks.diloco(every=10, outer_lr=1.0, outer_momentum=0.0, hook={_FEEDBACK.format(4)})"
+CANDIDATES = (
+    Candidate("bf16", "bfloat16", "hooks.chain(hooks.cast(torch.bfloat16), hooks.mean())", 16, cpu=4.5, gpu=0.002),
+    Candidate("quantize8", "8 bits", _FEEDBACK.format(8), 8 + 32 / 256, cpu=0.8, gpu=0.043),
+    Candidate("quantize4", "4 bits", _FEEDBACK.format(4), 4 + 32 / 256, cpu=0.8, gpu=0.043),
+    Candidate("local4", "4 bits every 10 steps", _LOCAL, 4 + 32 / 256, cpu=0.8, gpu=0.043, every=10, steps=1.2),
+)
+"""From the one that loses least. power_sgd is not among them: what it sends depends on the shapes of matrices."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step of a run without compression: see Note [The model]. Times are in seconds."""
+
+    seconds: float
+    exposed: float
+    wire: float
+    nbytes: float
+    """Of gradients."""
+    buckets: float
+    itemsize: int = 4
+    on_gpu: bool = False
+
+    def predict(self, hook: Candidate) -> float:
+        """What a step takes with `hook`.
+
+        >>> slow = MeasuredStep(seconds=4.0, exposed=3.7, wire=3.8, nbytes=43e6, buckets=3)
+        >>> [round(slow.predict(hook), 2) for hook in CANDIDATES]
+        [2.29, 1.2, 0.72, 0.35]
+        """
+        ratio = min(1.0, hook.bits / 8 / self.itemsize)
+        wire, last = ratio * self.wire, ratio * min(self.exposed, self.wire / self.buckets)
+        computing = (hook.gpu if self.on_gpu else hook.cpu) * 1e-9 * self.nbytes * 4 / self.itemsize
+        rest = self.seconds - self.exposed
+        if hook.every > 1:
+            return rest + (computing + wire) / hook.every
+        return rest + computing + max(wire - (self.wire - self.exposed), last)
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """What is predicted of a run, and the hook to use, if any."""
+
+    predicted: Mapping[str, float]
+    """By name of the hook: seconds per step."""
+    hook: Candidate | None
+
+
+def suggest(step: MeasuredStep) -> Suggestion:
+    """The hook for a run with such steps."""
+    predicted = {hook.name: step.predict(hook) for hook in CANDIDATES}
+    chosen, best = None, step.seconds
+    usual = [hook for hook in CANDIDATES if hook.every == 1]
+    if (least := min(predicted[hook.name] for hook in usual)) < (1 - _GAIN) * best:
+        chosen = next(hook for hook in usual if (1 - _GAIN) * predicted[hook.name] <= least)
+        best = predicted[chosen.name]
+    for hook in CANDIDATES:
+        if hook.every > 1 and predicted[hook.name] * hook.steps < (1 - _LARGE_GAIN) * best:
+            chosen = hook
+    return Suggestion(predicted, chosen)
+
+
+def suggest_text(report: RunReport) -> str:
+    """The suggestion for a run and its reasons, in a few lines. A run from which nothing can be predicted is refused."""
+    return "\n".join(_lines(report)) + "\n"
+
+
+def _lines(report: RunReport) -> Iterator[str]:
+    ranks = int(report.ranks[0].header["size"])
+    if ranks == 1:
+        yield "Do not compress: the run has one rank, which sends nothing."
+        return
+    step = measure(report)
+    share = step.exposed / step.seconds
+    yield f"A step takes {duration(step.seconds)}; for {duration(step.exposed)} of it ({share:.0%}) ranks only wait for averages."
+    yield f"{_link(step, ranks)}, of which backward hides {duration(max(0.0, step.wire - step.exposed))}."
+    total = sum(row.middle for row in report.steps)
+    if slow := [one for one in report.stragglers if one.extra * one.steps >= _GAIN * total]:
+        yield f"First fix this: {slow[0]}."
+        yield "The others wait for it, which no hook changes. `gradwire report` has more."
+        return
+    if step.nbytes / step.buckets < _SMALL:
+        yield f"Do not compress: a collective has {size(step.nbytes / step.buckets)}, and takes as long with less."
+        yield "Larger buckets (bucket_cap_mb), or fewer steps that communicate (no_sync), save time."
+        return
+    found = suggest(step)
+    shown = (f"{hook.words} {duration(found.predicted[hook.name])}" for hook in CANDIDATES)
+    yield f"Predicted: {', '.join(shown)}."
+    if found.hook is None:
+        yield f"Do not compress: no hook is predicted to save {_GAIN:.0%} of a step."
+        return
+    yield from _paste(found.hook, step.seconds / found.predicted[found.hook.name])
+
+
+def _paste(hook: Candidate, times: float) -> Iterator[str]:
+    yield f"Use {hook.words}, predicted to be {times:.2g} times as fast per step:"
+    yield f"  model.set_hook({hook.line})"
+    if hook.every > 1:
+        yield "  model.attach_optimizer(optimizer)"
+        yield f"It took {hook.steps:g} times as many steps to the same loss where we measured it, and ranks differ in between."
+    else:
+        yield f"or, in a script for torch's DDP: gradwire run --replace-ddp --hook {hook.name}"
+    yield "Compare the loss of a few hundred steps with and without it."
+
+
+def _link(step: MeasuredStep, ranks: int) -> str:
+    sent = 2 * (ranks - 1) / ranks * step.nbytes
+    mbit = 8e-6 * sent / max(step.wire, 1e-9)
+    rate = f"{mbit:.3g} Mbit/s" if mbit < 999.5 else f"{mbit / 1000:.3g} Gbit/s"
+    return f"A rank sends {sent / 1e6:.3g} MB a step in {duration(step.wire)} ({rate})"
+
+
+def measure(report: RunReport) -> MeasuredStep:
+    """What the model needs of a run, as medians over its steps: see Note [The model]."""
+    who = f"gradwire suggest {report.directory}"
+    again = "Record a run of gradwire's DistributedDataParallel, e.g. with `gradwire run --replace-ddp`"
+    if others := [hook for hook in report.hooks if hook != _DENSE]:
+        raise UsageError(
+            f"{who}: the run uses {others[0]}; what it takes without is not known. {again}, without a hook."
+        )
+    steps = [{one.step: one for one in rank.steps} for rank in report.ranks]
+    common = [n for n in steps[0] if all(n in rank for rank in steps) and all(n in rank.wire for rank in report.ranks)]
+    if report.steps and not report.has_exposed:
+        raise UsageError(f"{who}: torch's DDP waits inside its backward, and for how long is not recorded. {again}.")
+    if len(common) < _LEAST_STEPS:
+        found = f"all ranks have recorded {plural(len(common), 'step')} with averages"
+        raise UsageError(f"{who}: {found}, and {_LEAST_STEPS} are needed. {again}, for longer.")
+    wires = [min((rank.wire[n] for rank in report.ranks), key=lambda one: one.busy) for n in common]
+    buckets = [one for part in report.described("buckets") for one in part["buckets"]]
+    return MeasuredStep(
+        seconds=median(max(rank[n].seconds for rank in steps) for n in common),
+        exposed=median(min(rank[n].share(Phase.EXPOSED) for rank in steps) for n in common),
+        wire=median(one.busy for one in wires) / 1e9,
+        nbytes=median(one.nbytes for one in wires),
+        buckets=median(one.calls for one in wires),
+        itemsize=_ITEMSIZES.get(buckets[0]["dtype"], 4) if buckets else 4,
+        on_gpu=bool(buckets) and not buckets[0]["device"].startswith("cpu"),
+    )
