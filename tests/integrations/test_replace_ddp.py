@@ -11,7 +11,9 @@ import gradwire as gw
 from gradwire import observe
 from gradwire.cli import main, run
 from gradwire.hooks.named import NAMED_HOOKS
+from gradwire.launch.environment import VERIFY
 from gradwire.launch.run_script import python_command
+from gradwire.observe.step_digests import first_difference, read_digests
 from gradwire.recorder.format import RecordKind
 from helpers.warm_python import WarmPython
 from helpers.warm_ranks import run_script
@@ -217,6 +219,137 @@ def test_models_have_the_hook_until_the_script_registers_another(warm_python: Wa
         "there is no such hook for gradients",
         "it needs the optimizer, which this function does not know",
     ]
+
+
+VERIFIED = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+net = Net()
+early = torch.optim.SGD(net.parameters(), 0.1)
+first, second = DDP(net, find_unused_parameters=True), DDP(nn.Embedding(4, 2, sparse=True))
+sparse = torch.optim.SGD(second.parameters(), 0.1)
+torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1).step()  # of no model that was wrapped
+x = torch.rand(3, 2)
+print(type(first).__module__, sys.argv[1:], x.sum().item())
+with first.no_sync():
+    first(x).sum().backward()
+first(x).sum().backward()
+early.step()
+second(torch.tensor([1, 1])).sum().backward()
+sparse.step()
+if os.fork() == 0:
+    sparse.step()
+    os._exit(0)
+os.wait()
+closed = torch.optim.LBFGS(net.parameters(), max_iter=2)
+
+
+def closure():
+    closed.zero_grad()
+    loss = first(x).pow(2).sum()
+    loss.backward()
+    return loss
+
+
+net.zero_grad()
+try:
+    closed.step(closure)
+finally:
+    print("not reached")
+"""
+
+
+def test_what_is_written_of_a_script_that_is_verified(tmp_path: Path, warm_python: WarmPython) -> None:
+    """Steps of optimizers of wrapped models only, with either class, and nothing after the last one."""
+    path = tmp_path / "script.py"
+    path.write_text(VERIFIED)
+    code = f"import sys; sys.argv = ['x', {str(path)!r}, '--lr', '1']\n"
+    code += "from gradwire.integrations.verified_script import main; main()"
+    common = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    found, printed = [], []
+    for which in ("torch", "gradwire"):
+        (folder := tmp_path / which).mkdir()
+        (done,) = warm_python.run_all([(code,)], envs=[{**common, VERIFY: f"{which}:3:{folder}"}], timeout=120)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout.split(maxsplit=1))
+        found += read_digests(folder, 1)
+    assert [one[0] for one in printed] == ["torch.nn.parallel.distributed", "gradwire.parallel.ddp"]
+    assert printed[0][1] == printed[1][1]  # torch's generator too
+    assert "not reached" not in printed[0][1]
+    assert first_difference(found[:1], found[1:], names=("A", "B")) is None
+    linear, embedding, closed = found[0].steps
+    names = ["used.weight", "used.bias", "unused.weight", "unused.bias"]
+    assert [list(one["gradients"]) for one in found[0].steps] == [names, ["weight of model 1"], names]
+    assert linear["gradients"]["unused.bias"] is None
+    assert embedding["gradients"] != embedding["parameters"]
+    assert closed["gradients"]["used.bias"] not in (None, linear["gradients"]["used.bias"])
+    assert found[0].models == 2
+
+
+WHOLE = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(9):
+    model((1 + dist.get_rank()) * torch.randn(8, 4)).pow(2).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_is_verified_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "script.py").write_text(WHOLE)
+    assert main(["run", "-n", "2", "--verify-ddp", "4", "--no-record", str(tmp_path / "script.py")]) == 0
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last == "gradwire run: bitwise equal: 2 parameters and their gradients in 4 steps on 2 ranks"
+
+
+def test_how_a_script_that_is_verified_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each in directories of its own, with a hash seed unless there is one; a hook is refused."""
+    started: list[Any] = []
+    monkeypatch.setattr(run, "supervise", lambda plan: started.append(plan) or 9)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    script = tmp_path / "x.py"
+    script.touch()
+    places = ["--run-dir", str(tmp_path / "run"), "--log-dir", str(tmp_path / "log")]
+    assert main(["run", "-n", "2", "--verify-ddp", "4", *places, str(script), "--lr", "1"]) == 9
+    assert main(["run", "-n", "2", "--verify_ddp", "4", "--no-record", "--env", "PYTHONHASHSEED=5", str(script)]) == 9
+    first, second = started
+    assert first.command[-3:] == [str(script), "--lr", "1"]
+    assert "verified_script" in first.command[2]
+    assert (first.directory, first.log_dir) == (tmp_path / "run" / "torch", tmp_path / "log" / "torch")
+    assert [plan.environments[1]["PYTHONHASHSEED"] for plan in started] == ["0", "5"]
+    assert first.environments[1][VERIFY].startswith("torch:4:")
+    assert second.directory is None
+    capsys.readouterr()
+    assert main(["run", "--verify-ddp", "4", "--hook", "quantize8", str(script)]) == 2
+    assert "Omit --hook" in capsys.readouterr().err
 
 
 PARENT = f"""

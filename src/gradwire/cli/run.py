@@ -9,11 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from gradwire.cli.arguments import at_least, positive
+from gradwire.cli.verify_ddp import verify_ddp
 from gradwire.errors import UsageError
 from gradwire.launch.display import Picture, find_terminal
 from gradwire.launch.environment import (
@@ -123,6 +125,12 @@ def _add_checks(parser: argparse.ArgumentParser) -> None:
         f"with --replace-ddp: reduce gradients by this hook, with error feedback where it needs it: {', '.join(HOOKS)}"
     )
     add("--hook", choices=HOOKS, metavar="NAME", help=hook)
+    verify = (
+        "run the script twice, with fixed seeds, and end it after N optimizer steps: with torch's DistributedDataParallel and with "
+        "gradwire's; compare gradients and parameters of each step, bit by bit. Exit code 0: equal; 1: different; 2: they cannot "
+        "be compared; or that of the script if it fails. Not with --hook: a hook that compresses changes gradients"
+    )
+    add("--verify-ddp", "--verify_ddp", type=at_least(1), metavar="N", help=verify)
     nonfinite = (
         "check the gradients of gradwire's models for NaN and infinity, unless the script chooses a policy: end the run, "
         "skip such steps, or only record them (on a CPU, the first one is recorded in any case)"
@@ -141,15 +149,51 @@ def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subp
             f"gradwire run {script}: {wrong}. Options of gradwire run go before the script; "
             "-m runs a module by its name."
         )
+    if args.verify_ddp is not None:
+        return _verify(args, script, arguments, popen)
     if args.hook is not None and not args.replace_ddp:
         raise UsageError(
             f"gradwire run --hook {args.hook}: it is for models that take the place of torch's. Add --replace-ddp; a script that "
             "uses gradwire calls model.set_hook(...)."
         )
+    starter = "gradwire.integrations.ddp_script" if args.replace_ddp else "gradwire.launch.run_script"
+    return _launch(args, [script, *arguments], starter, {}, observe=args.observe or args.replace_ddp, popen=popen)
+
+
+def _verify(
+    args: argparse.Namespace, script: str, arguments: Sequence[str], popen: type[subprocess.Popen[bytes]]
+) -> int:
+    if args.hook is not None:
+        raise UsageError(
+            f"gradwire run --verify-ddp {args.verify_ddp} --hook {args.hook}: with a hook that compresses, gradients are not "
+            "those of torch's class. Omit --hook; `gradwire report A B` compares the speed of two runs."
+        )
+    args.nproc = _ranks(args.nproc)
+
+    def launch(name: str, variables: Mapping[str, str]) -> int:
+        places = {key: None if (path := vars(args)[key]) is None else path / name for key in ("run_dir", "log_dir")}
+        one = argparse.Namespace(**{**vars(args), **places})
+        seed = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
+        starter = "gradwire.integrations.verified_script"
+        return _launch(one, [script, *arguments], starter, {**seed, **variables}, observe=True, popen=popen)
+
+    return verify_ddp(launch, steps=args.verify_ddp, ranks=args.nproc)
+
+
+def _launch(
+    args: argparse.Namespace,
+    words: Sequence[str],
+    starter: str,
+    variables: Mapping[str, str],
+    *,
+    observe: bool,
+    popen: type[subprocess.Popen[bytes]],
+) -> int:
+    """Run the script `words[0]` with its arguments by the module `starter`, which gets `variables` in its environment."""
     cpus = len(os.sched_getaffinity(0))
-    size = args.nproc if isinstance(args.nproc, int) else _ranks(args.nproc, cpus)
+    size = _ranks(args.nproc)
     picture, stats = _view(args)
-    recorded = _run_directory(args, script)
+    recorded = _run_directory(args, words[0])
     with ExitStack() as stack:
         private = create()
         stack.callback(os.close, private)
@@ -159,17 +203,15 @@ def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subp
         if ranks is not None:
             stack.callback(ranks.close)
         errors = recorded.get(RUN_DIRECTORY) or stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-"))
-        starter = "gradwire.integrations.ddp_script" if args.replace_ddp else "gradwire.launch.run_script"
-        observe = bool((args.observe or args.replace_ddp) and recorded)
-        options = python_command(starter, errors=errors, observe=observe)
+        options = python_command(starter, errors=errors, observe=observe and bool(recorded))
         world = LocalWorld(size, name_of(private), Address(LOOPBACK, store.port), cpus)
         checks = {NONFINITE: args.nonfinite, CHECK_DIVERGENCE: args.check_divergence, HOOK: args.hook}
         chosen = {name: str(value) for name, value in checks.items() if value is not None}
-        extra = {**recorded, **chosen, **dict(args.env)}
+        extra = {**recorded, **chosen, **variables, **dict(args.env)}
         base = {name: value for name, value in os.environ.items() if name != RUN_DIRECTORY}  # of a run around this one
         return supervise(
             LaunchSpec(
-                [sys.executable, *options, *(["-m"] if args.module else []), script, *arguments],
+                [sys.executable, *options, *(["-m"] if args.module else []), *words],
                 [rank_environment(base, extra, rank, world) for rank in range(size)],
                 grace=args.timeout,
                 prefix=not args.no_prefix,
@@ -218,8 +260,11 @@ def _run_directory(args: argparse.Namespace, script: str) -> dict[str, str]:
     return {RUN_DIRECTORY: str(directory.absolute())}
 
 
-def _ranks(word: str, cpus: int) -> int:
-    """How many ranks "gpu", "cpu" and "auto" are."""
+def _ranks(word: int | str) -> int:
+    """How many ranks a number, "gpu", "cpu" and "auto" are."""
+    if isinstance(word, int):
+        return word
+    cpus = len(os.sched_getaffinity(0))
     if word == "cpu":
         return cpus
     gpus = count_gpus()

@@ -16,6 +16,8 @@ NONFINITE, CHECK_DIVERGENCE = "GRADWIRE_NONFINITE", "GRADWIRE_CHECK_DIVERGENCE"
 """The variables that choose checks for models whose code chooses none."""
 HOOK = "GRADWIRE_HOOK"
 """The variable that names the hook of models that take the place of torch's."""
+VERIFY = "GRADWIRE_VERIFY_DDP"
+"""The variable of ranks whose steps are compared: the class, the number of steps, and the directory, separated by colons."""
 SHM_DIRECTORY, SHM_ROOM = "GRADWIRE_SHM_DIRECTORY", "GRADWIRE_SHM_ROOM"
 """The variables for the location and the maximum size of shared memory."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
