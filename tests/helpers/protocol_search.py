@@ -4,14 +4,16 @@ joiners and leavers. What the members do is decided by the real `Member`; the ne
 A collective ends on a member at any time after all members of the view have contributed, or never, and so does what it asks of
 the hub: to be slow, or cut off, or without a hub for a while, is the same as to come last. So what a cut adds is that any group may
 fail and any process may be taken for gone, until it heals; and what a restart of the hub adds is a request that was carried out
-without the sender's knowledge, which is repeated. A member that is frozen and has not published yet is to the others like one that
-is slow, so here it publishes at once.
+without the sender's knowledge, which is repeated. A member that dies before it has sent its gradients is to the others like one
+whose averages come late, so here they are sent at once; and one that is frozen and has not published yet is like one that is slow,
+so here it publishes at once. In the story of a violation, names may be exchanged between two events: see `alike`.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import deque
+import functools
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -86,7 +88,7 @@ class Violation(AssertionError):
 class Limits:
     ranks: int = 3
     joiners: int = 0
-    steps: int = 2
+    steps: int = 1
     crashes: int = 1
     leaves: int = 0
     cuts: int = 0
@@ -106,7 +108,8 @@ class Search:
         first = View(0, tuple(names), 0)
         begun = [Process(kind(name, first, MemberPhase.OPEN, holds=True)) for name in names]
         begun += [Process(kind(f"j{i}")) for i in range(limits.joiners)]
-        self.first = World(tuple(begun), (Hub((first,)),), frozenset(), limits.crashes, limits.leaves, None, limits.cuts,
+        given = frozenset((first, 0, "average", name) for name in names)
+        self.first = World(tuple(begun), (Hub((first,)),), given, limits.crashes, limits.leaves, None, limits.cuts,
                            limits.restarts)  # fmt: skip
         if elects:
             standing_by = (begun[0]._replace(hub=1), *begun[1:])
@@ -123,7 +126,7 @@ class Search:
                 end = True
                 for what, after in self.actions(world):
                     end = False
-                    after = forget(after)
+                    after = forget(after) if self.elects else alike(forget(after))
                     if after not in came_from:
                         came_from[after] = (world, what)
                         self.check(after)
@@ -152,7 +155,7 @@ class Search:
         if view is not None:
             step = member.step
             done = {(kind, who) for v, s, kind, who in world.contributed if v == view and s == step}
-            yield from self._computes(world, i, process, done)
+            yield from self._computes(world, i, process)
             for kind in ("average", "vote"):
                 if (kind, me) in done and all((kind, m) in done for m in view.members):
                     # Perhaps late: the member may have frozen in the meantime.
@@ -164,21 +167,15 @@ class Search:
                         yield f"{me}: the {kind} of step {step} ends", self._react(world, i, after, reaction)
         yield from self._at_hub(world, i, process)
 
-    def _computes(
-        self, world: World, i: int, process: Process, done: set[tuple[str, str]]
-    ) -> Iterator[tuple[str, World]]:
+    def _computes(self, world: World, i: int, process: Process) -> Iterator[tuple[str, World]]:
         member, view, me = process.member, process.member.view, process.member.me
         assert view is not None
         if not member.computing:
             return
         donor = self._donor(world, view)
         if not member.holds and donor is not None:
-            yield (
-                f"{me} receives the state",
-                put(world, i, process._replace(member=member.received()[0], history=donor.history)),
-            )
-        if member.holds and ("average", me) not in done and member.step < self.limits.steps:
-            yield f"{me} has its gradients of {member.step}", contribute(world, view, member.step, "average", me)
+            received = process._replace(history=donor.history)
+            yield f"{me} receives the state", self._react(world, i, received, member.received())
         if any(not self._with_me(world, process, p) for p in world.processes if p.member.me in view.members):
             yield f"{me}: its group fails", self._react(world, i, process, member.lost(view.epoch))
 
@@ -264,6 +261,9 @@ class Search:
                 process = process._replace(todo=one)
             else:
                 assert isinstance(one, Abort | Enter | Stop)
+        if member.computing and member.holds and member.step < self.limits.steps:
+            assert member.view is not None
+            world = contribute(world, member.view, member.step, "average", member.me)
         return put(world, i, process)
 
     # -- what must hold ------------------------------------------------------------------------------------------------
@@ -307,6 +307,49 @@ def forget(world: World) -> World:
         hubs.append(Hub(later, standings, hub.gone & known, hub.lobby))
     contributed = frozenset(c for c in world.contributed if c[0] in views)
     return world._replace(processes=processes, hubs=tuple(hubs), contributed=contributed)
+
+
+def alike(world: World) -> World:
+    """The world with its processes in a fixed order and named by it: those that differ in names only are one."""
+    hub = world.hubs[0]
+    given = Counter((who, kind, view.epoch) for view, _, kind, who in world.contributed)
+
+    def looks(p: Process) -> tuple[object, ...]:
+        m = p.member
+        standing = sorted(s[::2] for s in hub.standings if s[1] == m.me)
+        gave = sorted(key[1:] for key in given if key[0] == m.me)
+        proposes = (
+            (-1,) if p.todo is None else (p.todo.view.step, len(p.todo.view.members), m.me in p.todo.view.members)
+        )
+        return (m.me[0], p.alive, m.phase.value, m.epoch, m.step, m.prepared, m.leaving, m.holds, len(p.history),
+                m.me in hub.gone, p.averages is None, standing, gave, proposes,
+                [m.me in view.members for view in hub.views])  # fmt: skip
+
+    order = sorted(world.processes, key=looks)
+    names = sorted(p.member.me for p in world.processes)
+    if [p.member.me for p in order] == names:
+        return world
+    new = {p.member.me: name for p, name in zip(order, names, strict=True)}
+
+    @functools.cache
+    def renamed(view: View) -> View:
+        members, fresh = (tuple(sorted(new[m] for m in some)) for some in (view.members, view.fresh))
+        return View(view.epoch, members, view.step, fresh)
+
+    def process(p: Process) -> Process:
+        m = p.member
+        member = m._replace(me=new[m.me], view=None if m.view is None else renamed(m.view))
+        averages = None if p.averages is None else renamed(p.averages)
+        todo = None if p.todo is None else Propose(renamed(p.todo.view))
+        return Process(member, p.alive, tuple(map(renamed, p.history)), averages, todo)
+
+    def some(names: frozenset[str]) -> frozenset[str]:
+        return frozenset(new[m] for m in names)
+
+    standings = frozenset((e, new[m], s) for e, m, s in hub.standings)
+    hub = Hub(tuple(map(renamed, hub.views)), standings, some(hub.gone), some(hub.lobby))
+    contributed = frozenset((renamed(v), s, kind, new[who]) for v, s, kind, who in world.contributed)
+    return world._replace(processes=tuple(map(process, order)), hubs=(hub,), contributed=contributed)
 
 
 def put(world: World, i: int, process: Process) -> World:
