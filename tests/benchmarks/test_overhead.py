@@ -166,6 +166,7 @@ def test_a_difference_that_vanished_in_noise_is_not_a_number_to_show():
     assert "is 0.25 of torch's with bucket views" in compared
 
 
+@pytest.mark.acceptance
 def test_two_checkouts_take_turns(capsys, tmp_path, monkeypatch, warm_python):
     """The second process is a fork: it need not import torch."""
     code = (

@@ -108,7 +108,13 @@ def test_without_scikit_learn_there_are_no_digits(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("task", "over"), [("digits", "replicas"), ("text", "replicas"), ("text-short", "replicas"), ("text", "shards")]
+    ("task", "over"),
+    [
+        pytest.param("digits", "replicas", marks=pytest.mark.acceptance),  # scikit-learn is imported by both ranks
+        ("text", "replicas"),
+        ("text-short", "replicas"),
+        ("text", "shards"),
+    ],
 )
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_small_run(task, over, tmp_path, capsys):

@@ -300,7 +300,7 @@ def soak(group: Group, seed: int, limits: Limits) -> dict[str, int]:
 
 
 KINDS = {
-    "shared_memory": Limits(400, exact=True),
+    "shared_memory": Limits(250, exact=True),
     "threads": Limits(150, exact=True),
     "gloo": Limits(150, exact=False, largest=CHUNK),
 }

@@ -11,7 +11,7 @@ import pytest
 from gradwire.groups.shared_memory.segment import default_directory
 from helpers.warm_python import WarmPython
 
-CYCLES = 60
+CYCLES = 40
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from rich.console import Console
 from gradwire.cli import main
 from gradwire.cli.demo.compare import VARIANTS, Times, table
 from gradwire.observe.rings.runs import runs_directory
-from gradwire.testing import kinds
 from gradwire.testing.mpi import missing
 from helpers.warm_python import FORKED_RANKS
 
@@ -84,7 +83,8 @@ def test_bad_options(capsys):
 NO_MPI = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
-KINDS = [pytest.param(kind, marks=NO_MPI if kind == "mpi" else ()) for kind in kinds()]
+KINDS = ["threads", "shared_memory", pytest.param("mpi", marks=NO_MPI)]
+"""One for each way of starting ranks: threads, processes of a pool, mpirun."""
 
 
 TWICE = """
