@@ -23,6 +23,7 @@ from gradwire.interop import as_torch_hook
 from gradwire.parallel import DistributedDataParallel
 from gradwire.reducer.hook.driver import Driver
 from gradwire.testing import check_hook, run_ranks, simulate
+from gradwire.testing.rank_laws import conserves, forks
 from gradwire.testing.simulate import one_parameter
 from helpers.laws import SHORT_LAWS
 from helpers.models import mlp, train
@@ -92,7 +93,7 @@ def test_every_hook_obeys_the_laws(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in ALL if name not in ENDS])
 def test_every_hook_obeys_the_laws_under_error_feedback(name: str) -> None:
     """Except `pays_back`, which is checked under error feedback anyway."""
-    check_hook(ALL[name], world_sizes=(2,), dtype=BFLOAT16, laws=SHORT_LAWS)
+    check_hook(ALL[name], world_sizes=(2,), dtype=BFLOAT16, laws=(*SHORT_LAWS, forks, conserves))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

@@ -21,6 +21,8 @@ from torch import Tensor
 from gradwire.collectives import Collective, Layout
 from gradwire.errors import UsageError
 from gradwire.hooks.bucket import BucketSpec
+from gradwire.hooks.state import Owed, merge_owed, scale_owed
+from gradwire.hooks.state_fork import Fork
 
 
 class Reduced(NamedTuple):
@@ -105,6 +107,8 @@ class Trait(Flag):
     """It changes gradients on purpose (clipping, noise), so the difference must not be fed back."""
     ANCHORED = auto()
     """It needs `turn.anchor`, which only a hook inside `diloco` gets."""
+    MOMENTUM = auto()
+    """What it owes is a momentum and not a gradient, so it is dropped when a hook of another structure is set."""
     AVERAGES = auto()
     """It averages what it makes of the gradients, so `mean()` to its right in a chain is redundant."""
 
@@ -114,7 +118,61 @@ class Trait(Flag):
         return functools.reduce(operator.or_, (hook.traits for hook in hooks), Trait(0)) & ~Trait.AVERAGES
 
 
-class CommHook(ABC):
+class HookState:
+    """What a hook keeps from step to step: a state for each bucket, saved by parameter. Whatever runs the hook owns it."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def remembers(self) -> bool: ...
+
+    def init(self, spec: BucketSpec) -> Any:
+        """The state for one bucket before its first reduction."""
+        return None
+
+    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+        """The state by parameter name; empty if there is none."""
+        return {}
+
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
+        """The state for `spec` from what `save` returned, possibly for other buckets; parameters not in it start fresh."""
+        return self.init(spec)
+
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The part of what `save` returned on one rank that is valid on every rank. A new rank starts from it."""
+        return {}
+
+    @property
+    def structure(self) -> str:
+        """The format of what `save` returns: hooks of equal structure can `load` each other's states. "" for no state."""
+        return "" if type(self).save is HookState.save else type(self).__qualname__
+
+    def owed(self, saved: Mapping[str, Any]) -> Owed | None:
+        """What is in a saved state that this rank has not sent yet: parameters and their tensors, not copies; None if unknown.
+
+        When a hook of another structure replaces this one, they are added to the next gradients, unless it has Trait.MOMENTUM.
+        """
+        return None if self.remembers else []
+
+    # -- steps that are dropped, and ranks that leave or join ----------------------------------------------------------
+
+    def fork(self, state: Any) -> Fork:
+        """The way back to this state, before a step that may be dropped: its `drop()` restores all that the state consists of."""
+        return Fork(state)
+
+    def rebase(self, saved: Mapping[str, Any], old_size: int, new_size: int) -> Any:
+        """A saved state after the number of ranks has changed: what is owed counts 1 / size in the average, so it is rescaled.
+
+        Momenta and bases that are not owed stay as they are. If it is unknown what is owed, all does.
+        """
+        return scale_owed(saved, {id(t) for _, t in self.owed(saved) or ()}, new_size / old_size)
+
+    def inherit(self, saved: Mapping[str, Any], leaver: Mapping[str, Any]) -> Any:
+        """A saved state with what another rank, which leaves, owes in its own. Before `rebase`."""
+        return merge_owed(saved, leaver, {id(t) for _, t in self.owed(leaver) or ()})
+
+
+class CommHook(HookState, ABC):
     """What happens to a bucket between the model and the wire. Hooks are values: all state comes from `init`."""
 
     if TYPE_CHECKING:
@@ -164,10 +222,6 @@ class CommHook(ABC):
         """Raise if the gradient is sparse although that was not known before the step."""
         if grad.is_sparse:
             raise sparse_gradients(self, spec)
-
-    def init(self, spec: BucketSpec) -> Any:
-        """The state for one bucket before its first reduction. Whatever runs the hook owns it."""
-        return None
 
     def capture_key(self, turn: Turn) -> Any:
         """What the kernels of `reduce` depend on in this turn, besides rank, world, weight and divisor; None if that is unknown.
@@ -224,18 +278,6 @@ class CommHook(ABC):
         """The dtype of least range to which gradients of `dtype` are converted on their way: larger ones become infinite."""
         return dtype
 
-    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
-        """The state by parameter name; empty if there is none."""
-        return {}
-
-    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
-        """The state for `spec` from what `save` returned, possibly for other buckets; parameters not in it start fresh."""
-        return self.init(spec)
-
-    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """The part of what `save` returned on one rank that is valid on every rank. A new rank starts from it."""
-        return {}
-
     def __repr__(self) -> str:
         """How it was made, with its plain settings. Ranks compare hooks by it, so it contains nothing specific to a process."""
         return self._call()
@@ -246,18 +288,6 @@ class CommHook(ABC):
         shown = {name: getattr(self, name) for name in names if name[:1] != "_" and name not in hidden}
         settings = ", ".join(f"{name}={value!r}" for name, value in shown.items() if isinstance(value, plain))
         return f"{self.made_by or type(self).__qualname__}({settings})"
-
-    @property
-    def structure(self) -> str:
-        """The format of what `save` returns: hooks of equal structure can `load` each other's states. "" for no state."""
-        return "" if type(self).save is CommHook.save else type(self).__qualname__
-
-    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """The gradients in a saved state that this rank has not sent yet, by parameter; None if that is unknown.
-
-        When a hook of another structure replaces this one, they are added to the next gradients.
-        """
-        return None if self.remembers else {}
 
 
 def sparse_gradients(hook: CommHook, spec: BucketSpec) -> UsageError:

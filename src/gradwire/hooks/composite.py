@@ -15,7 +15,7 @@ from torch import Tensor
 from gradwire.hooks.base import CommHook, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.numerics.elementwise import wide
-from gradwire.hooks.state import add_owed, bundle, join_flat, pick, split_flat
+from gradwire.hooks.state import Owed, bundle, join_flat, join_owed, pick, split_flat
 
 Reduce = Callable[[Tensor, Any, Turn], Reduction]
 """A hook's `reduce` or `reduce_scatter`."""
@@ -30,6 +30,8 @@ class Composite(CommHook):
 
     tensors: tuple[str, ...] = ()
     """What it keeps by itself. It belongs to its rank, so it is not shared."""
+    owes: tuple[str, ...] = ()
+    """Which of these hold what was not sent yet."""
 
     @property
     def parts(self) -> Mapping[str, CommHook]:
@@ -76,8 +78,9 @@ class Composite(CommHook):
         inside = "; ".join(part.structure for part in self.parts.values())
         return f"{type(self).__qualname__}({inside})" if self.parts else type(self).__qualname__
 
-    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        return add_owed(*(part.owed(pick(saved, name)) for name, part in self.parts.items()))
+    def owed(self, saved: Mapping[str, Any]) -> Owed | None:
+        own = [pair for name in self.owes for pair in pick(saved, name).items()]
+        return join_owed([own, *(part.owed(pick(saved, name)) for name, part in self.parts.items())])
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -149,7 +152,7 @@ class Wrapped(CommHook):
         inside = self.inner.structure
         return inside if type(self).save is Wrapped.save else f"{type(self).__qualname__}({inside})"
 
-    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    def owed(self, saved: Mapping[str, Any]) -> Owed | None:
         return self.inner.owed(saved) if type(self).save is Wrapped.save else CommHook.owed(self, saved)
 
     def __repr__(self) -> str:

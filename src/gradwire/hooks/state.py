@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -43,15 +44,47 @@ def pick(saved: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {name: parts[key] for name, parts in saved.items() if isinstance(parts, Mapping) and key in parts}
 
 
-def add_owed(*parts: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """The sum of what several hooks owe, by parameter; None if that is unknown for one of them."""
+Owed = list[tuple[str, Tensor]]
+"""What a rank owes: parameters, each with a tensor of a saved state. A parameter may have several."""
+
+
+def join_owed(parts: Iterable[Owed | None]) -> Owed | None:
+    """What several hooks owe; None if that is unknown for one of them."""
+    found = list(parts)
+    return None if None in found else [pair for part in found for pair in part or ()]
+
+
+def add_owed(*parts: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The sum of what is owed, by parameter."""
     total: dict[str, Tensor] = {}
-    for part in parts:
-        if part is None:
-            return None
-        for name, owed in part.items():
-            total[name] = total[name] + owed if name in total else owed
+    for name, owed in itertools.chain(*parts):
+        total[name] = total[name] + owed.to(total[name]) if name in total else owed
     return total
+
+
+def scale_owed(saved: Any, owed: Collection[int], factor: float) -> Any:
+    """A saved state with the tensors of these ids multiplied; all else is the same."""
+    if isinstance(saved, Tensor):
+        return saved * factor if id(saved) in owed else saved
+    if isinstance(saved, Mapping):
+        return {key: scale_owed(part, owed, factor) for key, part in saved.items()}
+    return saved
+
+
+def merge_owed(saved: Any, other: Any, owed: Collection[int]) -> Any:
+    """A saved state to whose tensors those of `other` with these ids are added; in place of None, they are copied."""
+    if isinstance(other, Tensor):
+        mine = isinstance(saved, Tensor)
+        return saved if id(other) not in owed else saved + other.to(saved) if mine else other.clone()
+    if isinstance(other, Mapping) and (saved is None or isinstance(saved, Mapping)):
+        merged = {key: merge_owed((saved or {}).get(key), part, owed) for key, part in other.items()}
+        if saved is not None:
+            return {**saved, **{key: part for key, part in merged.items() if part is not None}}
+        # Numbers and text, such as which rule a parameter belongs to, belong to the tensors that are owed.
+        taken = any(isinstance(part, (Tensor, Mapping)) for part in merged.values())
+        plain = {key: part for key, part in other.items() if not isinstance(part, (Tensor, Mapping))}
+        return {**plain, **{key: part for key, part in merged.items() if part is not None}} if taken else None
+    return saved
 
 
 def bundle(**parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,6 +99,11 @@ def held(value: Any) -> list[Any]:
         return list(value.values())
     if isinstance(value, Sequence | Set):
         return list(value)
+    return list(attributes(value).values())
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """All that an object has, in a dict or in slots."""
     found = [cls.__dict__.get("__slots__", ()) for cls in type(value).__mro__]
     slots = [name for names in found for name in ([names] if isinstance(names, str) else names)]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+    return getattr(value, "__dict__", {}) | {n: getattr(value, n) for n in slots if n[:2] != "__" and hasattr(value, n)}

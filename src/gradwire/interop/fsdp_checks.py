@@ -28,6 +28,7 @@ from gradwire.reducer.checks.nonfinite_report import (
     exchange,
 )
 from gradwire.reducer.checks.nonfinite_search import Found, Look, Search, examine, narrowest
+from gradwire.reducer.hook.hook_states import StepFork
 from gradwire.reducer.hook.runner import HookRunner
 
 IN_A_SHARD = (
@@ -73,6 +74,7 @@ class FsdpChecks:
         self._shapes: list[tuple[int, ...]] = []
         self._steps = -1
         self._runs = False
+        self._forks: list[StepFork] = []
         self._forget()
 
     def add(
@@ -110,9 +112,10 @@ class FsdpChecks:
             self._runs = True
             self._device = spec.device
             at_backward_end(self._ended, failed=self._forget)
-            for one in self._modules:
-                one.runner.states.commit()  # of a backward that has failed
-                one.runner.states.can_roll_back = self._policy is not NonFinite.RECORD
+            for fork in self._forks:
+                fork.commit()  # of a backward that has failed
+            may_drop = self._policy is not NonFinite.RECORD
+            self._forks = [one.runner.states.fork() for one in self._modules if may_drop]
         search, first = (module.search, module.first) if is_named else (Search(spec.names), module.row)
         hook = module.runner.hook
         before = search.before(bucket, narrowest(hook if hook.passes_nonfinite else None, spec.dtype))
@@ -135,10 +138,9 @@ class FsdpChecks:
         self._steps += 1
         report = self._report(seen, device)
         rejected = None if report is None else self._handler.handle(report, self._group)
+        for fork in self._forks:
+            (fork.commit if rejected is None else fork.drop)()
         for module in self._modules:
-            if rejected is not None:
-                module.runner.states.roll_back()
-            module.runner.states.commit()
             for parameter in module.parameters if isinstance(rejected, StepSkipped) else ():
                 parameter.grad = None
         if rejected is not None and not isinstance(rejected, StepSkipped):

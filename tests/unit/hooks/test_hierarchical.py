@@ -162,7 +162,7 @@ class Nothing(CommHook):
         return Reduced(torch.zeros_like(grad), torch.zeros_like(grad))
 
 
-def test_state_of_other_rows_of_the_same_number_is_dropped() -> None:
+def test_what_is_owed_of_rows_that_another_rank_carries_now_is_sent_to_it() -> None:
     """Rank 1 carried the lower half of the rows and then carries the upper one; rank 2 vice versa."""
     hook, spec = hierarchical(across=chain(error_feedback(), Nothing())), bucket((4, 2))
     brought = [torch.ones(8)] * 4
@@ -175,7 +175,7 @@ def test_state_of_other_rows_of_the_same_number_is_dropped() -> None:
         return [hook.save(s, spec)["p0"]["across"]["state"]["residual"].sum().item() for s in done.states]
 
     assert owed([[0, 1], [2, 3]]) == [4.0] * 4
-    assert owed([[0, 2], [1, 3]]) == [4.0, 0.0, 0.0, 4.0]
+    assert owed([[0, 2], [1, 3]]) == [8.0, 0.0, 0.0, 8.0]
 
 
 class Odd(CommHook):

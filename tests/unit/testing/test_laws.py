@@ -25,6 +25,9 @@ from gradwire.hooks import (
     top_k,
     weighted_mean,
 )
+from gradwire.hooks.numerics.elementwise import drop_nonfinite_
+from gradwire.hooks.state import Owed, join_flat, split_flat
+from gradwire.hooks.state_fork import Fork
 from gradwire.testing import check_hook, laws
 
 
@@ -183,7 +186,76 @@ class SendsOne(Average):
         return (yield from super().reduce(first, state, turn))
 
 
+class Residual(Average):
+    """Sends every other element and keeps the rest: a correct hook with a state."""
+
+    traits = Trait.REMEMBERS
+
+    def init(self, spec: BucketSpec) -> Any:
+        return torch.zeros(spec.numel)
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        sent = state.add_(grad).clone()
+        sent[turn.step % 2 :: 2] = 0
+        drop_nonfinite_(state.sub_(sent))
+        value, _ = yield from super().reduce(sent, None, turn)
+        return Reduced(value, sent)
+
+    def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
+        return split_flat(state, spec)
+
+    def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
+        return join_flat(saved, spec)
+
+    def owed(self, saved: Mapping[str, Any]) -> Owed | None:
+        return list(saved.items())
+
+
+class KeepsItsSize(Residual):
+    def rebase(self, saved: Mapping[str, Any], old_size: int, new_size: int) -> Any:
+        return saved
+
+
+class ForgetsLeavers(Residual):
+    def inherit(self, saved: Mapping[str, Any], leaver: Mapping[str, Any]) -> Any:
+        return saved
+
+
+class SharesWhatItOwes(Residual):
+    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(saved)
+
+
+class ReturnsCopies(Residual):
+    def owed(self, saved: Mapping[str, Any]) -> Owed | None:
+        return [(name, owed.clone()) for name, owed in saved.items()]
+
+
+class SharedMemory(Fork):
+    def renew(self) -> None:
+        super().renew()
+        self._copies = self._copied
+
+
+class ForksInPlace(Residual):
+    def fork(self, state: Any) -> Fork:
+        return SharedMemory(state)
+
+
+class Outside(Residual):
+    """Counts on itself how often it was called, and decides by it."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        self._calls += 1
+        return (yield from super().reduce(grad * (1 + self._calls // 9), state, turn))
+
+
 BROKEN = {
+    "forks": [ForksInPlace(), Outside()],
+    "conserves": [KeepsItsSize(), ForgetsLeavers(), SharesWhatItOwes(), ReturnsCopies()],
     "agree": [Disagrees()],
     "kept": [Widens()],
     "unwritten": [Writes()],
@@ -205,6 +277,7 @@ BROKEN = {
         weighted_mean(),
         chain(cast(torch.bfloat16), mean()),
         chain(error_feedback(), cast(torch.float16), mean()),
+        Residual(),
     ],
     ids=repr,
 )

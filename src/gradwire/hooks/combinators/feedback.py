@@ -18,7 +18,6 @@ from gradwire.hooks.arguments import NamedStage, checks_arguments, refuse_traits
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.composite import Composite, Reduce, Wrapped
 from gradwire.hooks.numerics.elementwise import drop_nonfinite_
-from gradwire.hooks.state import pick
 from gradwire.runtime.jit import kernels, loop
 
 _REFUSED = {
@@ -39,7 +38,7 @@ class ErrorFeedback(Composite, Wrapped):
 
     made_by = "error_feedback"
     dense_only = True
-    tensors = ("residual",)
+    tensors = owes = ("residual",)
 
     @property
     def parts(self) -> Mapping[str, CommHook]:
@@ -80,9 +79,6 @@ class ErrorFeedback(Composite, Wrapped):
 
     def capture_key(self, turn: Turn) -> Any:
         return self.inner.capture_key(turn)
-
-    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        return pick(saved, "residual")
 
     def __repr__(self) -> str:
         return f"{_call(self.decay)} > {self.inner!r}"

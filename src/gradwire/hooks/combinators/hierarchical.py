@@ -10,12 +10,18 @@ Note [Slices are rows]
 A carrier's slice consists of rows of every parameter, so that in the `across` hook matrices stay matrices, patterns of names match,
 and state belongs to a parameter's rows. A parameter with fewer rows than there are rails, or whose rows are not contiguous, is
 split as a vector.
+
+Note [What is owed between hosts]
+The state of a carrier in the `across` hook belongs to its rows in a rail over h hosts, and what it owes counts 1 / h in the
+average. A saved state also has it as a gradient of the rank, which counts 1 / N with N ranks: N / h times as much. When ranks leave
+or join, that is rescaled, and rails, rows and h may become others. Then what is owed in the hook's own state is dropped, and the
+gradient is added to the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,8 +35,9 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, Slices, is_dense
 from gradwire.hooks.composite import Composite
 from gradwire.hooks.dense import MEAN
+from gradwire.hooks.numerics.elementwise import wide
 from gradwire.hooks.pump import relay
-from gradwire.hooks.state import bundle, pick
+from gradwire.hooks.state import Owed, add_owed, bundle, join_flat, join_owed, pick, split_flat
 
 
 class RailSlice(NamedTuple):
@@ -70,9 +77,23 @@ class _Levels:
     saved: dict[str, Any]
     """What was loaded for the hook between hosts, until it is known which slice this rank carries."""
     slices: tuple[RailSlice, ...] = ()
+    rails: int = -1
+    """The number of slices; 0 with one host, -1 before the first reduction."""
     rail: int = 0
     mine: RailSlice | None = None
     across: Any = None
+    scale: float = 1.0
+    """N / h of Note [What is owed between hosts]."""
+    unsent: dict[str, Tensor] = field(default_factory=dict)
+    """By parameter, as a gradient: what was owed between hosts when the state was saved."""
+
+    def add_unsent(self, grad: Tensor, spec: BucketSpec) -> Tensor:
+        """The gradient with what was owed, in new memory."""
+        if not self.unsent:
+            return grad
+        grad = join_flat(self.unsent, spec, dtype=wide(grad.dtype)).add_(grad).to(grad.dtype)
+        self.unsent = {}
+        return grad
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -94,17 +115,18 @@ class Hierarchical(Composite):
     def reduce(self, grad: Tensor, state: _Levels, turn: Turn) -> Reduction:
         """See Note [Two levels of a reduction]."""
         self.refuse_sparse(grad, turn.spec)
-        layout = turn.hosts
-        if layout is None or len(layout.hosts) == 1:
+        layout = turn.hosts if turn.hosts is not None and len(turn.hosts.hosts) > 1 else None
+        host, index = (0, 0) if layout is None else layout.place(turn.rank)
+        self._assign_slice(state, turn, layout, index)
+        grad = state.add_unsent(grad, turn.spec)
+        if layout is None:
             return (yield from self.inside.reduce(grad, state.inside, replace(turn, hosts=None)))
-        host, index = layout.place(turn.rank)
         ranks, hosts = len(layout.hosts[host]), len(layout.hosts)
         within = replace(
             turn, rank=index, world_size=ranks, divisor=None, hosts=None, path=f"{turn.path}/inside {host}"
         )
         value, sent = yield from _among(Scope.INSIDE, self.inside.reduce(grad, state.inside, within))
         value, sent = value.view(-1), sent.view(-1)
-        self._assign_slice(state, turn.spec, layout.width, index)
         row, lost = value[:0], value[:0]
         if state.mine is not None:
             # In new memory, because a hook's result may be a part of its state.
@@ -122,17 +144,35 @@ class Hierarchical(Composite):
         state.mine.rows.add(sent, lost * (turn.counted / hosts))
         return Reduced(out, sent)
 
-    def _assign_slice(self, state: _Levels, spec: BucketSpec, rails: int, index: int) -> None:
-        """At the first reduction: determine the slice that this rank carries, and make the state for it."""
-        if len(state.slices) != rails:
-            state.slices = slices(spec, rails)
-            state.rail = index
-            state.mine = state.slices[index] if index < rails else None
-            if state.mine is not None:
-                inner = state.mine.spec
-                kept = {n: s["state"] for n, s in state.saved.items() if (s["lane"], s["lanes"]) == (index, rails)}
-                state.across = self.across.load(kept, inner) if kept else self.across.init(inner)
-            state.saved = {}
+    def _assign_slice(self, state: _Levels, turn: Turn, layout: Layout | None, index: int) -> None:
+        """At the first reduction: determine the slice that this rank carries, if any, and make the state for it."""
+        rails = 0 if layout is None else layout.width
+        if state.rails == rails:
+            return
+        state.rails, state.slices, state.mine = rails, slices(turn.spec, rails) if rails else (), None
+        if layout is not None and index < rails:
+            state.rail, state.mine, state.scale = index, state.slices[index], layout.size / len(layout.hosts)
+            kept = {n: s["state"] for n, s in state.saved.items() if (s["lane"], s["lanes"]) == (index, rails)}
+            for name, owed in self._as_gradients(kept, state, turn.spec).items():
+                # A state of an earlier gradwire has no scale, and no gradient either.
+                as_saved = state.saved[name].get("scale", state.scale) == state.scale
+                gradient = state.unsent.get(name, owed)
+                if as_saved and torch.equal(gradient, owed):
+                    state.unsent.pop(name, None)
+                else:
+                    kept |= self.across.rebase({name: kept[name]}, 1, 0)
+            state.across = self.across.load(kept, state.mine.spec) if kept else self.across.init(state.mine.spec)
+        state.saved = {}
+
+    def _as_gradients(self, saved: Mapping[str, Any], state: _Levels, spec: BucketSpec) -> dict[str, Tensor]:
+        """What is owed between hosts, by parameter. See Note [What is owed between hosts]."""
+        owed = self.across.owed(saved)
+        if not owed or state.mine is None or Trait.MOMENTUM in self.across.traits:
+            return {}
+        flat = torch.zeros(spec.numel, dtype=wide(spec.dtype), device=spec.device)
+        state.mine.rows.put(flat, join_flat(add_owed(owed), state.mine.spec, dtype=flat.dtype) * state.scale)
+        owing = {name for name, _ in owed}
+        return {name: part for name, part in split_flat(flat, spec).items() if name in owing}
 
     def _share(self, row: Tensor, out: Tensor, state: _Levels, ranks: int, label: str) -> Any:
         if len(state.slices) == 1:
@@ -159,18 +199,23 @@ class Hierarchical(Composite):
 
     def save(self, state: _Levels, spec: BucketSpec) -> dict[str, Any]:
         """The inner level's state of each parameter, and the outer level's of the rows that this rank carries."""
-        across = state.saved
+        across, unsent = state.saved, state.unsent
         if state.mine is not None:
-            rows = {"lane": state.rail, "lanes": len(state.slices)}
-            across = {n: rows | {"state": s} for n, s in self.across.save(state.across, state.mine.spec).items()}
+            rows = {"lane": state.rail, "lanes": len(state.slices), "scale": state.scale}
+            saved = self.across.save(state.across, state.mine.spec)
+            across = {name: rows | {"state": one} for name, one in saved.items()}
+            unsent = add_owed(unsent.items(), self._as_gradients(saved, state, spec).items())
         return bundle(
             inside=self.inside.save(state.inside, spec),
             across={name: across[name] for name in spec.names if name in across},
+            unsent={name: unsent[name] for name in spec.names if name in unsent},
         )
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> _Levels:
         """Both. If the hosts have changed, state of rows that this rank no longer carries is dropped at the first reduction."""
-        return _Levels(self.inside.load(pick(saved, "inside"), spec), pick(saved, "across"))
+        return _Levels(
+            self.inside.load(pick(saved, "inside"), spec), pick(saved, "across"), unsent=pick(saved, "unsent")
+        )
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """What both hooks share; that between hosts is for a rank that carries the same rows."""
@@ -181,11 +226,12 @@ class Hierarchical(Composite):
             across={name: across[name] | {"state": state} for name, state in common.items()},
         )
 
-    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """What the hook within the host owes. The hook between hosts owes a part of the host's mean, not of a gradient."""
-        if self.across.remembers and pick(saved, "across"):
+    def owed(self, saved: Mapping[str, Any]) -> Owed | None:
+        """What the hook within the host owes, and the hook between hosts as a gradient; unknown if that is a momentum."""
+        between = self.across.owed({name: part["state"] for name, part in pick(saved, "across").items()})
+        if between is None or (between and Trait.MOMENTUM in self.across.traits):
             return None
-        return self.inside.owed(pick(saved, "inside"))
+        return join_owed([list(pick(saved, "unsent").items()), self.inside.owed(pick(saved, "inside"))])
 
 
 def _among(scope: Scope, reduction: Reduction) -> Reduction:

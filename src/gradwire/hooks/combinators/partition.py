@@ -22,7 +22,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec, Slices
 from gradwire.hooks.composite import Composite
 from gradwire.hooks.dense import MEAN
-from gradwire.hooks.state import add_owed
+from gradwire.hooks.state import Owed, join_owed
 
 Mask = Callable[[str, tuple[int, ...]], bool]
 """Selects parameters by name and shape."""
@@ -158,8 +158,8 @@ class Partition(Composite):
         """The rules, which assign states to hooks, and each hook's structure."""
         return f"Partition({'; '.join(f'{rule}: {hook.structure}' for rule, hook in self.rules)})"
 
-    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        return add_owed(*(hook.owed(_of_rule(rule, saved)) for rule, (_, hook) in enumerate(self.rules)))
+    def owed(self, saved: Mapping[str, Any]) -> Owed | None:
+        return join_owed(hook.owed(_of_rule(rule, saved)) for rule, (_, hook) in enumerate(self.rules))
 
     def __repr__(self) -> str:
         return self.text

@@ -16,7 +16,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Composite
 from gradwire.hooks.dense import MEAN
-from gradwire.hooks.state import add_owed, bundle, pick
+from gradwire.hooks.state import bundle, pick
 
 
 class _ByStep(Composite):
@@ -121,7 +121,7 @@ class Every(Composite):
     hook: CommHook
 
     dense_only = True
-    tensors = ("kept",)
+    tensors = owes = ("kept",)
 
     @property
     def parts(self) -> Mapping[str, CommHook]:
@@ -155,9 +155,6 @@ class Every(Composite):
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return 0.0 if (step + 1) % self.n else self.hook.wire_bytes(spec, world_size, step // self.n)
-
-    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        return add_owed(pick(saved, "kept"), self.hook.owed(pick(saved, "hook")))
 
     def __repr__(self) -> str:
         return f"every({self.n}, {self.hook!r})"

@@ -23,7 +23,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.sparse import VALUES, Format, Pairs, SendsPairs, gather
 from gradwire.hooks.numerics.elementwise import drop_nonfinite_, wide
-from gradwire.hooks.state import join_flat, split_flat
+from gradwire.hooks.state import Owed, join_flat, split_flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class DecoupledMomentum(SendsPairs):
 
     made_by = "decoupled_momentum"
     collectives = 1
-    traits = Trait.REMEMBERS
+    traits = Trait.REMEMBERS | Trait.MOMENTUM
 
     def check(self, spec: BucketSpec) -> None:
         CommHook.check(self, spec)
@@ -155,6 +155,10 @@ class DecoupledMomentum(SendsPairs):
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Tensor:
         return join_flat(saved, spec, dtype=wide(spec.dtype))
+
+    def owed(self, saved: Mapping[str, Any]) -> Owed:
+        """The momentum, most of which is still to be sent."""
+        return list(saved.items())
 
 
 def _fastest(matrix: Tensor, tiling: Tiling, form: Format) -> Pairs:

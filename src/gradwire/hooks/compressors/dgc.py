@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from gradwire.hooks.composite import Composite
 from gradwire.hooks.compressors.sparse import VALUES, Pairs, SendsPairs, exchange, share_of
 from gradwire.hooks.numerics.elementwise import clip_norms_, count, drop_nonfinite_, real
 from gradwire.hooks.numerics.select import largest
-from gradwire.hooks.state import pick
 
 START = 0.25
 """The ratio in the first step of a warm-up, as in the paper."""
@@ -36,6 +34,8 @@ class DGC(SendsPairs, Composite):
     traits = Trait.REMEMBERS
     tensors = ("velocity", "unsent")
     """u of the paper, the momentum of this rank's gradients, and v, the sum of velocities that were not sent yet."""
+    owes = ("unsent",)
+    """The velocity itself is momentum: it ends with the hook, and with its rank."""
 
     def ratio_at(self, step: int) -> float:
         """The ratio at a step: it decreases from a quarter to `ratio`, by the same factor in each step of the warm-up."""
@@ -69,10 +69,6 @@ class DGC(SendsPairs, Composite):
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return (world_size - 1) * share_of(count(spec), ratio=self.ratio_at(step)) * self.form(spec).nbytes
-
-    def owed(self, saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
-        """The accumulated velocities. The velocity itself is momentum, which ends with the hook."""
-        return pick(saved, "unsent")
 
 
 @checks_arguments(ratio="(0, 1]", momentum="[0, 1)", warmup_steps="[0, inf)", clip="(0, inf)", values=VALUES)

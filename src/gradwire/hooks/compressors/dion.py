@@ -28,7 +28,7 @@ from gradwire.hooks.dense import MEAN
 from gradwire.hooks.numerics.elementwise import drop_nonfinite_, wide
 from gradwire.hooks.numerics.orthogonal import keep_directions, orthonormal
 from gradwire.hooks.numerics.rng import named_generator
-from gradwire.hooks.state import bundle, pick
+from gradwire.hooks.state import Owed, bundle, pick
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class LowRankMomentum(CommHook):
 
     made_by = "dion"
     dense_only = True
-    traits = Trait.REMEMBERS | Trait.CONTINUES
+    traits = Trait.REMEMBERS | Trait.CONTINUES | Trait.MOMENTUM
 
     def check(self, spec: BucketSpec) -> None:
         CommHook.check(self, spec)
@@ -144,6 +144,10 @@ class LowRankMomentum(CommHook):
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Q, which all ranks compute alike."""
         return bundle(q=pick(saved, "q"))
+
+    def owed(self, saved: Mapping[str, Any]) -> Owed:
+        """The momentum, whose mean over the ranks is that of one process on the mean gradient, and stays that."""
+        return list(pick(saved, "momentum").items())
 
 
 def _like(flat: Tensor, state: list[_Matrix]) -> list[Tensor]:

@@ -24,7 +24,7 @@ from gradwire.hooks.dense import MEAN, chain
 from gradwire.hooks.numerics.elementwise import wide
 from gradwire.hooks.periodic.base import OuterHook
 from gradwire.hooks.pump import begin
-from gradwire.hooks.state import bundle, join_flat, pick, split_flat
+from gradwire.hooks.state import Owed, bundle, join_flat, pick, split_flat
 
 
 @dataclass(slots=True)
@@ -119,6 +119,10 @@ class DiLoCo(OuterHook):
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         inner = self.hook.shared(pick(saved, "inner"))
         return bundle(anchor=pick(saved, "anchor"), momentum=pick(saved, "momentum"), inner=inner)
+
+    def owed(self, saved: Mapping[str, Any]) -> Owed | None:
+        """What the inner hook has not sent of this rank's progress, which is no gradient: it ends with the hook."""
+        return self.hook.owed(pick(saved, "inner"))
 
     @property
     def structure(self) -> str:

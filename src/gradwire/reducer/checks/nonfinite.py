@@ -39,6 +39,7 @@ from gradwire.reducer.checks.nonfinite_report import (
 )
 from gradwire.reducer.checks.nonfinite_search import Found, NonFiniteKind, Search, StepCheck
 from gradwire.reducer.hook.driver import Finished, Pending
+from gradwire.reducer.hook.hook_states import StepFork
 from gradwire.reducer.hook.runner import HookRunner
 
 
@@ -64,6 +65,7 @@ class NonFiniteChecked:
         self._search = Search([spec.name for spec in specs])
         self._check: StepCheck | None = None
         """That of the step in progress, once a bucket was started."""
+        self._fork: StepFork | None = None
         self._trusted = self._is_late = False
         self._device = torch.device("cpu")
 
@@ -103,8 +105,8 @@ class NonFiniteChecked:
         # Not if a bad step has to be undone in the state of a hook, and not in torch's DDP, which has no `finish_checks`.
         can_be_late = self._trusted and not self._in_torchs_ddp and inner.states.of(spec) is None
         self._is_late = can_be_late and self._late.begin(inner)
-        inner.states.commit()  # of a backward that has failed
-        inner.states.can_roll_back = self._policy is not NonFinite.RECORD
+        self._commit()  # of a backward that has failed
+        self._fork = None if self._policy is NonFinite.RECORD else inner.states.fork()
         return StepCheck(self._search, inner.hook if self._trusted else None)
 
     def drop_step(self) -> None:
@@ -125,9 +127,14 @@ class NonFiniteChecked:
             raise
         if rejected is not None:
             self._forget_late()
-            inner.states.roll_back()
-        inner.states.commit()
+            if self._fork is not None:
+                self._fork.drop()
+        self._commit()
         return rejected or inner.verify(step)
+
+    def _commit(self) -> None:
+        if self._fork is not None:
+            self._fork.commit()
 
     def _verify(self, check: StepCheck, step: int) -> StepRejected | None:
         inner, earlier = self._inner, self._late.take(self._inner)

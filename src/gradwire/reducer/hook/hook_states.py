@@ -14,32 +14,63 @@ saved. When a hook of another structure is set, it begins with its own `init` at
 sent (`CommHook.owed`) are added to the next ones, so nothing is lost. Where a hook cannot tell what it owes, a warning says so.
 
 Note [A step that is dropped]
-A step that all ranks drop because a gradient is not finite has changed the states, and what they sent in it is lost. So where steps
-may be dropped, each state is copied before its reduction, and the copies take their place if the step is dropped: in the memory of
-the tensors of which they are copies, since CUDA graphs of the reduction contain its addresses.
+A step that all ranks drop, because a gradient is not finite or a rank was lost, has changed the states, and what they sent in it is
+lost. So before such a step states are forked (`HookStates.fork`): each one before its reduction (`CommHook.fork`), and `drop` has
+all as it was, so that a retry gives the same bits. Forks nest: one for a check of each backward may be inside one for a whole step.
+
+Note [Other ranks]
+What a rank owes counts 1 / n in an average over n ranks. So when n becomes m, all ranks multiply it by m / n, a rank that leaves
+gives what it owes to another one first (`with_ranks`), and one that joins owes nothing: the sum over all ranks, divided by
+their number, stays the same. A rank that is lost takes what it owed with it; `owed_norm`, divided by n, is how much that was.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.errors import HookError
-from gradwire.hooks.base import CommHook
+from gradwire.hooks.base import CommHook, Trait
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.periodic.base import OuterHook
 from gradwire.hooks.state import add_owed
+from gradwire.hooks.state_fork import Fork
 from gradwire.reducer.buckets.layout import plain_name
 
 VERSION = 2
 """Of the form of `hook_state_dict()`."""
 _KEYS = {"version", "hook", "rank", "step", "state"}
-_Copies = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(slots=True, eq=False)
+class StepFork:
+    """What there was before a step that may be dropped. See Note [A step that is dropped]."""
+
+    states: HookStates
+    step: int
+    next_steps: dict[int, int]
+    owed: dict[str, Tensor]
+    forks: dict[int, tuple[BucketSpec, Fork]] = field(default_factory=dict)
+    """By bucket: those that were reduced since."""
+    complete: bool = False
+    """Whether all states there were have a fork, because buckets were rebuilt since."""
+    undo: list[Callable[[], object]] = field(default_factory=list)
+    """For what changes besides states: called in reverse order if the step is dropped."""
+
+    def commit(self) -> None:
+        """The step counts. So do those that were forked inside it; nothing if it has ended before."""
+        self.states.end_fork(self, dropped=False)
+
+    def drop(self) -> None:
+        """Have everything as it was. All reductions of the step are over."""
+        self.states.end_fork(self, dropped=True)
 
 
 class HookStates:
@@ -60,9 +91,10 @@ class HookStates:
         self._saved: dict[str, Any] = dict(saved or {})
         self.owed: dict[str, Tensor] = dict(owed or {})
         """Gradients that an earlier hook had not sent, by parameter. See Note [Another hook]."""
-        self.can_roll_back = False
-        """Whether what a bucket has is copied before each reduction, for `roll_back`."""
-        self._before: dict[int, tuple[tuple[BucketSpec, Any] | None, _Copies, int | None, dict[str, Tensor]]] = {}
+        self.forked: list[StepFork] = []
+        """Of the steps that have begun and may be dropped, the outermost first."""
+        self._spares: dict[int, Fork] = {}
+        """Of earlier steps, whose memory is used again."""
 
     def of(self, spec: BucketSpec) -> Any:
         """The state for this bucket, which the hook may refuse. If the number last had other parameters, buckets were rebuilt:
@@ -81,13 +113,8 @@ class HookStates:
 
     def begin(self, spec: BucketSpec, gradient: Tensor) -> int:
         """The reduction of a bucket begins: the number of its step. What an earlier hook has not sent is added to `gradient`."""
-        if self.can_roll_back:
-            made, memo = self._made.get(spec.index), dict[int, Any]()
-            if made is not None and not isinstance(self.hook, OuterHook):  # whose states a backward does not change
-                made = made[0], copy.deepcopy(made[1], memo)
-            copies = [(of, memo[id(of)]) for of in memo.get(id(memo), ()) if isinstance(of, Tensor)]
-            owing = {name: self.owed[name] for name in spec.names if name in self.owed}
-            self._before[spec.index] = made, copies, self._next_steps.get(spec.index), owing
+        if not isinstance(self.hook, OuterHook):  # whose states a backward does not change
+            self.will_change(spec.index)
         step = self._next_steps.get(spec.index, self._step)
         self._next_steps[spec.index] = step + 1
         if self.owed:
@@ -97,21 +124,50 @@ class HookStates:
                     gradient.narrow(0, offset, numel).add_(owed.to(gradient))
         return step
 
-    def roll_back(self) -> None:
-        """The step is dropped: have what was there before it. All its reductions are over."""
-        for index, (made, copies, step, owed) in self._before.items():
-            if made is not None:
-                self._made[index] = made
-                _keep_addresses(copies)
-            if step is None:
-                self._next_steps.pop(index, None)
-            else:
-                self._next_steps[index] = step
-            self.owed.update(owed)
-        self._before.clear()
+    def fork(self) -> StepFork:
+        """A step begins that may be dropped, until `commit` or `drop` of what this returns."""
+        self.forked.append(StepFork(self, self._step, dict(self._next_steps), dict(self.owed)))
+        return self.forked[-1]
 
-    def commit(self) -> None:
-        self._before.clear()
+    def will_change(self, index: int, undo: Callable[[], object] | None = None) -> None:
+        """The state of a bucket is about to change, and something else that `undo` changes back."""
+        if not self.forked:
+            return
+        step, (spec, state) = self.forked[-1], self._made.get(index, (None, None))
+        if undo is not None:
+            step.undo.append(undo)
+        if spec is None or state is None or step.complete or index in step.forks:
+            return
+        fork = self._spares.pop(index, None)
+        if fork is None or fork.state is not state:
+            fork = self.hook.fork(state)
+        else:
+            fork.renew()
+        step.forks[index] = spec, fork
+
+    def end_fork(self, step: StepFork, *, dropped: bool) -> None:
+        """End a step and all that were forked inside it."""
+        while step in self.forked:
+            ended = self.forked.pop()
+            outside = self.forked[-1] if self.forked else None
+            if dropped:
+                self._have_again(ended)
+            elif outside is not None:
+                outside.undo += ended.undo
+                if not outside.complete:
+                    outside.forks, outside.complete = ended.forks | outside.forks, ended.complete
+                continue
+            self._spares |= {index: fork for index, (_, fork) in ended.forks.items()}
+
+    @torch.no_grad()
+    def _have_again(self, step: StepFork) -> None:
+        for undo in reversed(step.undo):
+            undo()
+        if step.complete:
+            self._made.clear()
+        for index, (spec, fork) in step.forks.items():
+            self._made[index] = spec, fork.drop()
+        self._step, self._next_steps, self.owed = step.step, step.next_steps, step.owed
 
     @property
     def steps(self) -> int:
@@ -134,9 +190,14 @@ class HookStates:
 
     def store_by_parameter(self) -> None:
         """Buckets will be others: keep every state by parameter, for the new buckets to pick up."""
+        for step in self.forked[-1:]:
+            for index in self._made:
+                self.will_change(index)
+            step.complete = True
         for spec, state in self._made.values():
             self._saved.update(self.hook.save(state, spec))
         self._made.clear()
+        self._spares.clear()
 
     def by_name(self) -> dict[str, Any]:
         parts = copy.deepcopy(self._saved)
@@ -149,23 +210,16 @@ class HookStates:
         parts = self.by_name()
         if hook.structure == self.hook.structure:
             return HookStates(hook, step=step, saved=parts, owed=self.owed)
-        owed = add_owed(self.owed, self.hook.owed(parts))
-        if owed is None:
+        # The progress of parameters, which an OuterHook may owe, is no gradient either, and ends with it.
+        owed = [] if isinstance(self.hook, OuterHook) else self.hook.owed(parts)
+        if owed is None or (owed and Trait.MOMENTUM in self.hook.traits):
             warnings.warn(
                 f"{hook!r} takes the place of {self.hook!r}, which keeps gradients that it has not sent and cannot tell which: "
                 "they are dropped. Override CommHook.owed to have them sent.",
                 stacklevel=5,
             )
-        return HookStates(hook, owed=self.owed if owed is None else owed)
-
-
-@torch.no_grad()
-def _keep_addresses(copies: _Copies) -> None:
-    """Move copies to the memory of what they are copies of."""
-    plain = (Tensor, torch.nn.Parameter)
-    if all(type(t) in plain and not t.is_sparse and torch._debug_has_internal_overlap(t) != 1 for t, _ in copies):
-        for tensor, copied in copies:
-            copied.data = tensor.copy_(copied).data
+            owed = []
+        return HookStates(hook, owed=add_owed(self.owed.items(), owed))
 
 
 def to_dict(states: HookStates, *, rank: int, step: int, **more: Any) -> dict[str, Any]:
@@ -208,6 +262,26 @@ def from_dict(saved: Mapping[str, Any], hook: CommHook, *, rank: int) -> HookSta
     parts = saved["state"] if own else hook.shared(saved["state"])
     owed = saved.get("owed", {}) if own else {}
     return HookStates(hook, step=int(saved["step"]), saved=_by_plain_name(parts), owed=_by_plain_name(owed))
+
+
+def with_ranks(
+    saved: Mapping[str, Any], hook: CommHook, old_size: int, new_size: int, *, leavers: Iterable[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """What `to_dict` saved, for another number of ranks, with what the `leavers` owed in theirs. See Note [Other ranks]."""
+    parts, owed = saved["state"], dict(saved["owed"])
+    for leaver in leavers:
+        parts = hook.inherit(parts, leaver["state"])
+        owed = add_owed(owed.items(), leaver["owed"].items())
+    owed = {name: one * (new_size / old_size) for name, one in owed.items()}
+    return {**saved, "state": hook.rebase(parts, old_size, new_size), "owed": owed}
+
+
+def owed_norm(saved: Mapping[str, Any], hook: CommHook) -> float:
+    """The norm of all that a rank owes in what `to_dict` saved; NaN if that is unknown. Others report it if the rank is lost."""
+    owed = hook.owed(saved["state"])
+    if owed is None:
+        return math.nan
+    return math.hypot(*(float(one.double().norm()) for one in add_owed(owed, saved["owed"].items()).values()))
 
 
 def _by_plain_name(parts: Mapping[str, Any]) -> dict[str, Any]:

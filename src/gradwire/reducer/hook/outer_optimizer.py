@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,6 @@ class _Piece:
     fragment: int
     spec: BucketSpec
     parameters: list[Tensor]
-    state: Any = None
     rounds: int = 0
     result: Pending | None = None
     lands: int = 0
@@ -50,6 +50,9 @@ class _Piece:
         row = torch.empty(self.spec.numel, dtype=self.spec.dtype, device=self.spec.device)
         torch._foreach_copy_(self.spec.views(row), [local(p.detach()) for p in self.parameters])
         return row
+
+    def go_back(self, rounds: int, lands: int, result: Pending | None) -> None:
+        self.rounds, self.lands, self.result = rounds, lands, result
 
     def put(self, row: Tensor) -> None:
         torch._foreach_copy_([local(p) for p in self.parameters], self.spec.views(row))
@@ -84,7 +87,6 @@ class OuterOptimizer:
         self._fresh = saved is None
         outer: Mapping[str, Any] = (saved or {}).get("outer", {})
         for piece in self._pieces:
-            piece.state = self._states.of(piece.spec)
             piece.rounds = int(outer.get("rounds", {}).get(piece.fragment, 0))
             if piece.fragment in outer.get("lands", {}):
                 piece.lands = int(outer["lands"][piece.fragment])
@@ -94,7 +96,7 @@ class OuterOptimizer:
 
     def _begin(self) -> None:
         for piece in self._pieces:
-            self.hook.begin(piece.flat(), piece.state, self._turn(piece))
+            self.hook.begin(piece.flat(), self._states.of(piece.spec), self._turn(piece))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -124,6 +126,7 @@ class OuterOptimizer:
     @torch.no_grad()
     def optimizer_stepped(self) -> None:
         """The optimizer has made a step: have the outer steps that are due, in which every rank takes part."""
+        self._states.will_change(-1, partial(self._step_back, self.step, self.differ))
         self._stepped = True
         self._fresh = False
         self.step += 1
@@ -151,8 +154,13 @@ class OuterOptimizer:
         united = self.hook.equalizes and len(self.hook.due(step)) == self.hook.fragments
         return not united and not self.hook.averages_gradients(step - 1) and self.group.size > 1
 
+    def _step_back(self, step: int, differ: bool) -> None:
+        self.step, self.differ = step, differ
+
     def _send(self, piece: _Piece) -> None:
-        reduction = outer_reduction(self.group, self.hook, piece.flat(), piece.state, self._turn(piece))
+        self._states.will_change(piece.spec.index, partial(piece.go_back, piece.rounds, piece.lands, None))
+        state = self._states.of(piece.spec)
+        reduction = outer_reduction(self.group, self.hook, piece.flat(), state, self._turn(piece))
         if self.hook.delay and self.hook.outer_collectives == 1:
             # On its way while the next steps are computed, and submitted here, in the order of all that this thread submits.
             piece.result = start_single(reduction, self.group, self.hook)
@@ -165,7 +173,12 @@ class OuterOptimizer:
     def _settle(self, piece: _Piece) -> None:
         assert piece.result is not None
         came, piece.result = piece.result.wait(), None
-        piece.put(self.hook.settle(piece.flat(), came, piece.state, self._turn(piece)))
+        back = partial(piece.go_back, piece.rounds, piece.lands, Finished(came))
+        self._states.will_change(piece.spec.index, back)
+        if self._states.forked:
+            self._states.will_change(piece.spec.index, partial(piece.put, piece.flat()))
+        state = self._states.of(piece.spec)
+        piece.put(self.hook.settle(piece.flat(), came, state, self._turn(piece)))
         piece.rounds += 1
 
     def _turn(self, piece: _Piece) -> Turn:

@@ -28,7 +28,7 @@ from gradwire.hooks.pump import describe
 from gradwire.policies import ScaleCheck
 from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
 from gradwire.reducer.hook.driver import Driver, Pending, gradient_reduction, run, scattering_reduction
-from gradwire.reducer.hook.hook_states import HookStates, from_dict, to_dict
+from gradwire.reducer.hook.hook_states import HookStates, from_dict, owed_norm, to_dict, with_ranks
 from gradwire.reducer.hook.outer_optimizer import OuterOptimizer
 from gradwire.reducer.hook.torch_hooks import TorchHook, TorchHookRun
 from gradwire.reducer.rank_agreement import load_together
@@ -187,6 +187,22 @@ class HookRunner:
         """As `load_state_dict`, on this rank alone: for a copy of a model."""
         self.states = from_dict(saved, self.hook, rank=self.group.rank)
         self.outer = self._outer_optimizer(self.states, saved)
+
+    def change_ranks(self, old_size: int, new_size: int, *, leavers: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Between steps: there are more or fewer ranks. This one takes on what `leavers` owe, whose `state_dict()`s these are.
+
+        Every rank that stays calls it, and each leaver's state is given to one of them. See Note [Other ranks] in
+        `hook_states.py`. A rank that joins loads the state of a member instead.
+        """
+        hook, saved = self.states.hook, self.state_dict()
+        saved = with_ranks(saved, hook, old_size, new_size, leavers=leavers)
+        self.driver.captured.drop()
+        self.states = from_dict(saved, hook, rank=self.group.rank)
+        self.outer = self._outer_optimizer(self.states, saved)
+
+    def owed_norm(self) -> float:
+        """How much this rank would take with it if it were lost, times the number of ranks; NaN if unknown."""
+        return owed_norm(self.state_dict(), self.states.hook)
 
     def attach_optimizer(self, optimizers: Sequence[torch.optim.Optimizer], stepped: Callable[[], object]) -> None:
         """Call `stepped`, which calls `outer.optimizer_stepped`, after the steps of these optimizers alone."""
