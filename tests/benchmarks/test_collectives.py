@@ -172,6 +172,7 @@ def open_mpi():
     return mpi.find()
 
 
+@pytest.mark.acceptance
 def test_every_contender_computes_every_operation(open_mpi):
     launcher = open_mpi if isinstance(open_mpi, mpi.OpenMPI) else ()
     names = [name for name in CONTENDERS if name != MPI or launcher]

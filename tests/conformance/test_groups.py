@@ -133,9 +133,10 @@ def with_files_in(folder: Path, wrap: Wrap | type[ThroughTorch]) -> Wrap:
 MEMORY = ("many_in_flight", "layouts", "dtypes_without_arithmetic", "large", "inference_tensors", "aliasing")
 """Where tensors are and how large: the checks that take longest. Every group runs them, and `test_wrapped_shared_memory`."""
 PASSED = tuple(name for name in check_names() if name not in MEMORY)
-PASS_ON: list[Wrap] = [Recording, with_deadline, NanCheck, Verified, Latched, throttled]
-"""Wrappers that pass tensors on as they are. `test_wrapped_shared_memory` has all but the last together, and the adapters."""
-WRAPPERS = [*((wrap, PASSED) for wrap in PASS_ON), (Spartan, check_names()), (hooked, check_names())]
+PASS_ON: list[Wrap] = [Recording, with_deadline, NanCheck, Verified, Latched, throttled, Spartan]
+"""Wrappers that pass tensors on as they are. `test_wrapped_shared_memory` has the first five together, and the adapters; `lower`,
+which is all of the last, gets the other tensors in `test_python_groups.py`."""
+WRAPPERS = [*((wrap, PASSED) for wrap in PASS_ON), (hooked, check_names())]
 
 
 @pytest.mark.parametrize(("wrap", "names"), WRAPPERS, ids=lambda w: getattr(w, "__name__", ""))

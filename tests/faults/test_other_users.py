@@ -407,8 +407,11 @@ def start_ranks(way: str, folder: Path, python: WarmPython) -> list[Any]:
     return [python.start(code, str(folder), way, env=environ | {"RANK": str(rank)}, capture=True) for rank in range(2)]
 
 
+TORCHRUN_WAY = pytest.param("torchrun", marks=pytest.mark.acceptance)  # whose ranks import torch
+
+
 @needs_root
-@pytest.mark.parametrize("way", ["gradwire run", "torchrun", "manual", "manual, with LOCAL_WORLD_SIZE", "backend"])
+@pytest.mark.parametrize("way", ["gradwire run", TORCHRUN_WAY, "manual", "manual, with LOCAL_WORLD_SIZE", "backend"])
 def test_another_user_cannot_end_a_job_through_a_store(
     way: str, tmp_path: Path, warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch
 ) -> None:
