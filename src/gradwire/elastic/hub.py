@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -145,8 +145,11 @@ class Hub:
             _prove(connection, self._key, first=True)
             while True:
                 name, *arguments = json.loads(connection.recv_bytes(_LONGEST))
-                verb = {"compare_set": self.records.compare_set, "read": self.records.read}[name]
-                connection.send_bytes(json.dumps(verb(*arguments)).encode())
+                verbs: dict[str, Callable[..., Any]] = {
+                    "compare_set": self.records.compare_set,
+                    "read": self.records.read,
+                }
+                connection.send_bytes(json.dumps(verbs[name](*arguments)).encode())
         self._connections.discard(connection)
 
     def close(self, timeout: float = 5.0) -> None:
