@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.observe.rings.run_outcome import load
 from gradwire.runtime.rank_error import MAIN, THREAD, RankError
 from helpers.warm_python import GRADWIRE_RUN, WarmPython
 
@@ -44,9 +45,31 @@ PROGRAMS = {
     "spawns": "import multiprocessing\ndef f(x): return x + 1\nif __name__ == '__main__':\n"
     "    with multiprocessing.get_context('spawn').Pool(1) as pool: print(pool.map(f, [1]))",
     "a thread raises": "import threading\nt = threading.Thread(target=lambda: {}[1], name='loader')\nt.start(); t.join()",
+    "starts as a process does": "import faulthandler, gc, signal, threading\nfrom pathlib import Path\n"
+    "fds = {n: os.readlink(f'/proc/self/fd/{n}').partition(':')[0] for n in os.listdir('/proc/self/fd') if int(n) < 3}\n"
+    "task, stdin = Path('/proc/self'), sys.stdin\n"
+    "print(fds, len(os.listdir('/proc/self/fd')), os.listdir(task / 'task') == [str(os.getpid())], (task / 'comm').read_text())\n"
+    "print(stdin is sys.__stdin__, stdin.name, stdin.mode, stdin.encoding, stdin.errors, stdin.seekable(), stdin.read())\n"
+    "print([(s.name, s.mode, s.seekable(), s.line_buffering, s.write_through) for s in (sys.stdout, sys.stderr)])\n"
+    "print({n: signal.getsignal(n) for n in signal.valid_signals()}, signal.pthread_sigmask(0, []), os.umask(0))\n"
+    "print(gc.isenabled(), gc.get_threshold(), faulthandler.is_enabled(), sys.flags, sys.path, sys.warnoptions, os.getcwd())\n"
+    "print(sys.executable, sys.gettrace(), threading.active_count(), [n for n in os.environ if 'PRELOAD' in n])",
+    "uses a fork server": "import multiprocessing\ndef f(x): return x + 1\nif __name__ == '__main__':\n"
+    "    with multiprocessing.get_context('forkserver').Pool(1) as pool: print(pool.map(f, [1]))",
     "a thread goes on": "import threading\ndef f():\n    threading.main_thread().join()\n    import __main__\n"
     "    print(__main__.x)\nx = 3\nthreading.Thread(target=f).start()",
 }
+
+
+FORKED = """
+import sys
+from gradwire.cli import main, run
+from gradwire.launch import preload
+preload.MODULES = ("decimal",)
+run.why_not_preload = lambda source: ""
+sys.exit(main())
+"""
+"""`gradwire run` with ranks that are forks, of a process that has not imported torch, which takes seconds."""
 
 
 @pytest.fixture
@@ -56,10 +79,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__init__.py").touch()
 
-    def run(program: str, way: str, *options: str, ranks: int = 0) -> tuple[int, str, str]:
+    def run(program: str, way: str, *options: str, ranks: int = 0, forked: bool = False) -> tuple[int, str, str]:
         for path in (tmp_path / "script.py", tmp_path / "package/script.py"):
             path.write_text("import os, sys\n" + program)
-        launcher = ["-m", "gradwire", "run", "-n", str(ranks), "--no-prefix", *options] if ranks else []
+        gradwire = ["-c", FORKED] if forked else ["-m", "gradwire"]
+        launcher = [*gradwire, "run", "-n", str(ranks), "--no-prefix", *options] if ranks else []
         if ranks and "--no-record" not in options:
             launcher += ["--run-dir", "run"]
         command = [sys.executable, *launcher, *STARTS[way], "--x", "-m", ""]
@@ -87,11 +111,15 @@ CASES = [
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_script_runs_as_under_python(name: str, way: str, start) -> None:
     status, out, err = start(PROGRAMS[name], way)
-    code, our_out, our_err = start(PROGRAMS[name], way, ranks=1)
-    assert code == (status if status >= 0 else 128 - status)
-    assert our_out == out
-    assert re.sub(r"gradwire run: .*\n", "", our_err) == err
-    assert "gradwire/launch" not in our_err
+    for forked in (True, False)[: 2 if way == "script" else 1]:  # the others differ by code that both have in common
+        code, our_out, our_err = start(PROGRAMS[name], way, *["--no-preload"][forked:], ranks=1, forked=forked)
+        assert code == (status if status >= 0 else 128 - status)
+        assert our_out == out
+        assert re.sub(r"gradwire run: .*\n", "", our_err) == err
+        assert "gradwire/launch" not in our_err
+        outcome = load(Path("run"))
+        assert outcome is not None
+        assert (outcome.cold == "") == forked, outcome.cold
 
 
 QUOTING = '''

@@ -26,6 +26,9 @@ from gradwire.launch.environment import (
     LocalWorld,
     rank_environment,
 )
+from gradwire.launch.preload import PreloadedPython
+from gradwire.launch.preload_check import source_of, why_not_preload
+from gradwire.launch.process import Start
 from gradwire.launch.run_script import python_command
 from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.supervise import LaunchSpec, supervise
@@ -88,6 +91,8 @@ def _add_starting(parser: argparse.ArgumentParser) -> None:
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as after python -m")
     env = "set an environment variable for the ranks; may be repeated"
     add("--env", action="append", default=[], type=_assignment, metavar="NAME=VALUE", help=env)
+    preload = "let each rank import torch itself, instead of forking all from a process that has imported it"
+    add("--no-preload", "--no_preload", action="store_true", help=preload)
     add("--no-prefix", action="store_true", help="show lines without the rank")
     logs = "also write each rank's output to DIR/rank-N.log"
     add("--log-dir", "--log_dir", type=Path, metavar="DIR", help=logs)
@@ -140,7 +145,7 @@ def _add_checks(parser: argparse.ArgumentParser) -> None:
     add("--check-divergence", "--check_divergence", type=at_least(1), metavar="STEPS", help=divergence)
 
 
-def run(args: argparse.Namespace, *, popen: type[subprocess.Popen[bytes]] = subprocess.Popen) -> int:
+def run(args: argparse.Namespace, *, popen: Start = subprocess.Popen) -> int:
     """Start the ranks, by `popen`, wait for them, and return the exit code."""
     script, *arguments = args.script[1:] if args.script[0] == "--" else args.script
     if not args.module and not Path(script).is_file():
@@ -197,7 +202,7 @@ def _launch(
     with ExitStack() as stack:
         private = create()
         stack.callback(os.close, private)
-        store = StoreHost(popen)
+        store = StoreHost()
         stack.callback(store.close)
         ranks = RunFollower(Path(recorded[RUN_DIRECTORY]), since=time.monotonic_ns()) if recorded else None
         if ranks is not None:
@@ -209,10 +214,16 @@ def _launch(
         chosen = {name: str(value) for name, value in checks.items() if value is not None}
         extra = {**recorded, **chosen, **variables, **dict(args.env)}
         base = {name: value for name, value in os.environ.items() if name != RUN_DIRECTORY}  # of a run around this one
+        command = [sys.executable, *options, *(["-m"] if args.module else []), *words]
+        environments = [rank_environment(base, extra, rank, world) for rank in range(size)]
+        cold = "--no-preload" if args.no_preload or popen is not subprocess.Popen else _why_not_preload(args, words[0])
+        folder = os.getcwd() if args.module else os.path.dirname(os.path.realpath(words[0]))
         return supervise(
             LaunchSpec(
-                [sys.executable, *options, *(["-m"] if args.module else []), *words],
-                [rank_environment(base, extra, rank, world) for rank in range(size)],
+                command,
+                environments,
+                preload=None if cold else PreloadedPython(command, environments, directory=folder),
+                cold=cold,
                 grace=args.timeout,
                 prefix=not args.no_prefix,
                 log_dir=args.log_dir,
@@ -225,6 +236,14 @@ def _launch(
                 picture=picture,
             )
         )
+
+
+def _why_not_preload(args: argparse.Namespace, script: str) -> str:
+    """Why ranks are not forks of a process that has imported torch, as far as the source of the script shows it."""
+    try:
+        return why_not_preload(source_of(script, module=args.module).read_bytes())
+    except OSError:  # an installed module
+        return ""
 
 
 def _view(args: argparse.Namespace) -> tuple[Picture | None, float | None]:

@@ -13,13 +13,33 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import IO, Protocol
 
 _GUARD = ["/bin/sh", "-c", "read -r rank; read -r line; kill -s KILL -- -$rank; kill -s KILL 0"]
 
 
-class _Guardian:
+class Child(Protocol):
+    """What the launcher uses of a `subprocess.Popen`."""
+
+    pid: int
+
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+    @property
+    def stdout(self) -> IO[bytes] | None: ...
+    @property
+    def stderr(self) -> IO[bytes] | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+Start = Callable[..., Child]
+"""Starts a process: `subprocess.Popen`, or what takes the same arguments."""
+
+
+class Guardian:
     """Leads a new process group, which it kills when this process ends, in whatever way. See Note [No orphans]."""
 
     def __init__(self) -> None:
@@ -59,10 +79,10 @@ class RankProcess:
         environ: Mapping[str, str],
         *,
         stdin: int,
-        popen: type[subprocess.Popen[bytes]] = subprocess.Popen,
+        popen: Start = subprocess.Popen,
     ) -> None:
         self.rank = rank
-        self._guardian = _Guardian()
+        self._guardian = Guardian()
         try:
             self._process = popen(
                 list(command),

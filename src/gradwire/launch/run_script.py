@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from gradwire.errors import UsageError
-from gradwire.launch.environment import RUN_DIRECTORY, read_checks
+from gradwire.launch.environment import RUN_DIRECTORY, SERVER, read_checks
 from gradwire.launch.world import World, find_world
 from gradwire.policies import set_default_checks
 from gradwire.runtime.rank_error import RankError, is_importing
@@ -43,6 +43,10 @@ def python_command(module: str, *, errors: str | None = None, observe: bool = Fa
 
 def main() -> None:
     """Run the file, or with -m the module, that the arguments of this process name, after options of `python_command`."""
+    if SERVER in os.environ:
+        from gradwire.launch.preload_server import serve
+
+        serve()  # returns in forks, which are the ranks
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while modules were imported
         signal.signal(signal.SIGINT, signal.default_int_handler)
     words = sys.argv[1:]

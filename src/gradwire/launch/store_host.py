@@ -13,17 +13,26 @@ import subprocess
 import sys
 from contextlib import suppress
 
+from gradwire.launch.process import Child, Start
+
 LOOPBACK = "127.0.0.1"
 _PROGRAM = "import sys; from gradwire.launch.store_host import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
 
 
 class StoreHost:
-    """A running store, on a free port of the loopback address."""
+    """A store on a free port of the loopback address."""
 
-    def __init__(self, popen: type[subprocess.Popen[bytes]] = subprocess.Popen) -> None:
-        with socket.create_server((LOOPBACK, 0), backlog=2048) as listener:
-            self.port: int = listener.getsockname()[1]
-            fd = listener.fileno()
+    def __init__(self) -> None:
+        self._listener = socket.create_server((LOOPBACK, 0), backlog=2048)
+        self.port: int = self._listener.getsockname()[1]
+        self._process: Child | None = None
+        self.ended = -1
+        """A descriptor that becomes readable once the process has ended."""
+
+    def start(self, popen: Start) -> None:
+        """Start the process."""
+        with self._listener:
+            fd = self._listener.fileno()
             self._process = popen(
                 [sys.executable, "-P", "-c", _PROGRAM, str(fd), str(self.port)],
                 stdin=subprocess.PIPE,
@@ -32,16 +41,17 @@ class StoreHost:
                 process_group=0,  # Ctrl-C goes to the terminal's whole process group; the launcher decides how to handle it
             )
         self.ended = os.pidfd_open(self._process.pid)
-        """A descriptor that becomes readable once the process has ended."""
 
     def close(self) -> None:
         """End the process; the store is no longer needed."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGKILL)  # it may still be importing torch
-        self._process.wait()
-        os.close(self.ended)
+        self._listener.close()
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)  # it may still be importing torch
+            self._process.wait()
+            os.close(self.ended)
 
 
 def serve(fd: int, port: int) -> None:

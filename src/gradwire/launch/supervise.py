@@ -30,9 +30,10 @@ from typing import BinaryIO
 
 from gradwire.errors import UsageError
 from gradwire.launch.display import Display, Picture
-from gradwire.launch.process import RankProcess, exit_status
+from gradwire.launch.preload import PreloadedPython
+from gradwire.launch.process import RankProcess, Start, exit_status
 from gradwire.launch.screen import RankStream, Screen
-from gradwire.launch.shutdown import Ending, Shutdown, described, outcome, report
+from gradwire.launch.shutdown import STOPPING, Ending, Shutdown, described, outcome, report
 from gradwire.launch.store_host import StoreHost
 from gradwire.observe.hangs.hang_watch import HangWatch
 from gradwire.observe.rings.run_outcome import save
@@ -67,7 +68,11 @@ class LaunchSpec:
     monitor: RunMonitor | None = None
     picture: Picture | None = None
     """Draws what the monitor has on a terminal, below the output of the ranks."""
-    popen: type[subprocess.Popen[bytes]] = subprocess.Popen
+    popen: Start = subprocess.Popen
+    preload: PreloadedPython | None = None
+    """What ranks are forks of, where that is possible, instead of processes that `popen` starts. Closed once they run."""
+    cold: str = ""
+    """Why there is no `preload`."""
 
 
 def supervise(run: LaunchSpec) -> int:
@@ -96,11 +101,18 @@ class _Supervisor:
         if threading.current_thread() is threading.main_thread():
             woken = stack.enter_context(_passing_on(self._got_signal))
             self._selector.register(woken, _READABLE, functools.partial(_read, woken))
+        popen = self._run.popen
+        if (preload := self._run.preload) is not None:
+            stack.callback(preload.close)
+            if self._stopped_while_waiting_for(preload):
+                return
+            popen = preload.start
         if self._run.store is not None:
+            self._run.store.start(popen)
             self._selector.register(self._run.store.ended, _READABLE, self._check_store)
         for rank, environ in enumerate(self._run.environments):
             log = None if self._run.log_dir is None else stack.enter_context(_log(self._run.log_dir, rank))
-            process = RankProcess(rank, self._run.command, environ, stdin=_stdin(rank), popen=self._run.popen)
+            process = RankProcess(rank, self._run.command, environ, stdin=_stdin(rank), popen=popen)
             stack.callback(process.release)
             self._ranks.append(process)
             self._streams[rank] = self._stream(self._out, rank, log), self._stream(self._err, rank, log)
@@ -108,6 +120,23 @@ class _Supervisor:
                 read = functools.partial(self._read_from, pipe.fileno(), stream)
                 self._selector.register(pipe.fileno(), _READABLE, read)
             self._selector.register(process.ended, _READABLE, functools.partial(self._rank_ended, process))
+        if preload is not None:
+            preload.close()
+
+    def _stopped_while_waiting_for(self, preload: PreloadedPython) -> bool:
+        """Wait until ranks can be forked, or must be started. Whether a signal has ended the run before."""
+        for fd in preload.descriptors:
+            self._selector.register(fd, _READABLE, preload.read)
+        while preload.reason is None and not STOPPING.intersection(self._signals):
+            for key, _ in self._selector.select():
+                key.data()
+        for fd in preload.descriptors:
+            self._selector.unregister(fd)
+        self._take_signals()
+        if (number := self._shutdown.stopped_by) is not None:
+            for rank in range(len(self._run.environments)):
+                self._shutdown.ended(Ending(rank, -number, self._now))
+        return number is not None
 
     def _stream(self, screen: Screen, rank: int, log: BinaryIO | None) -> RankStream:
         return RankStream(screen, screen.prefix(rank) if self._run.prefix else b"", log=log)
@@ -135,7 +164,9 @@ class _Supervisor:
                 self._display.warn(watch.check_if_due())
             if not self._has_failed:
                 self._display.update()
-        how = outcome(shutdown, self._now)
+        preload = self._run.preload
+        cold = self._run.cold if preload is None else preload.reason or ""
+        how = replace(outcome(shutdown, self._now), cold=cold)
         if self._run.directory is not None:
             save(self._run.directory, how)  # first: `gradwire top` reads it as soon as the ranks are gone
         self._display.end()

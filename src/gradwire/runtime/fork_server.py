@@ -156,7 +156,7 @@ def ask(server: socket.socket, request: Mapping[str, Any], fds: Sequence[int]) -
 # -- the server ------------------------------------------------------------------------------------------------------------
 
 
-def _next_request(source: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+def next_request(source: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """A request and its descriptors; None if the other end has closed."""
     head, fds, _, _ = socket.recv_fds(source, 8, 16)
     size, text = int.from_bytes(head, "big"), b""
@@ -178,12 +178,12 @@ def _serve(control: socket.socket, listener: socket.socket) -> dict[str, Any]:
             status.close()
         request, passed = None, list[int]()
         if control in ready:
-            request, passed = _next_request(control)
+            request, passed = next_request(control)
             if request is None:
                 os._exit(0)  # the owner has closed the server, or has ended
         elif listener in ready:
             with listener.accept()[0] as client:
-                request, passed = _next_request(client)
+                request, passed = next_request(client)
         if request is None:
             for fd in passed:
                 os.close(fd)
@@ -195,7 +195,7 @@ def _serve(control: socket.socket, listener: socket.socket) -> dict[str, Any]:
                 os.close(fd)
             for _, status in children.values():
                 status.close()
-            _become(request, fds)
+            become(fds, request["env"])
             return request
         for fd in fds:
             os.close(fd)
@@ -209,19 +209,17 @@ def _send(status: socket.socket, number: int) -> None:
         status.send(str(number).encode())
 
 
-def _become(request: Mapping[str, Any], fds: Sequence[int]) -> None:
-    """Give the child the descriptors, the environment and the directory of the request."""
+def become(fds: Sequence[int], env: Mapping[str, str], numbers: Sequence[int] = range(100)) -> None:
+    """Give a child its descriptors, 0, 1 and so on or by other `numbers`, and its environment."""
     high = [os.dup2(fd, 100 + i, inheritable=False) for i, fd in enumerate(fds)]
     for fd in fds:
         os.close(fd)
-    for i, fd in enumerate(high):
+    for i, fd in zip(numbers, high):
         os.dup2(fd, i)
         os.close(fd)
     os.environ.clear()
-    os.environ.update(request["env"])
-    os.chdir(request["cwd"])
+    os.environ.update(env)
     tempfile.tempdir = None  # determined again from the environment
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.enable()
 
 
@@ -239,6 +237,8 @@ def serve() -> tuple[types.CodeType, dict[str, Any]]:
     gc.collect()
     gc.freeze()
     request = _serve(*(socket.socket(fileno=int(fd)) for fd in sys.argv[1:3]))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(request["cwd"])
     path = request["path"]
     sys.argv[:] = ["-c" if path == "<string>" else path, *request["args"]]
     sys.path.insert(0, "" if path == "<string>" else os.path.dirname(os.path.abspath(path)))

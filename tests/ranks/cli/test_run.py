@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import termios
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -269,15 +270,27 @@ def started(process: subprocess.Popen[str], ranks: int) -> list[int]:
     return [int(process.stdout.readline().split()[-1]) for _ in range(ranks)]
 
 
-def start(*words: str) -> subprocess.Popen[str]:
+def start(*words: str, command: Sequence[str] = COMMAND) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
 
 
-def test_ctrl_z_stops_ranks_too_and_ctrl_c_ends_them_once(script):
+FORKING = """
+import sys
+from gradwire.cli import main, run
+from gradwire.launch import preload
+preload.MODULES = ("decimal",)
+run.why_not_preload = lambda source: ""
+sys.exit(main(["run", *sys.argv[1:]]))
+"""
+FORKED_TOO = pytest.mark.parametrize("command", [COMMAND, [sys.executable, "-c", FORKING]], ids=["started", "forked"])
+
+
+@FORKED_TOO
+def test_ctrl_z_stops_ranks_too_and_ctrl_c_ends_them_once(command, script):
     # To the process group, as a terminal sends it: ranks are not in it, and get it only from the launcher.
-    with start("-n", "2", script(SLEEP)) as launcher:
+    with start("-n", "2", script(SLEEP), command=command) as launcher:
         try:
             pids = started(launcher, 2)
             os.killpg(launcher.pid, signal.SIGTSTP)
@@ -294,8 +307,9 @@ def test_ctrl_z_stops_ranks_too_and_ctrl_c_ends_them_once(script):
     assert all(map(gone, pids))
 
 
-def test_ranks_do_not_outlive_a_launcher_that_is_killed(script):
-    with start("-n", "2", script(SLEEP)) as launcher:
+@FORKED_TOO
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(command, script):
+    with start("-n", "2", script(SLEEP), command=command) as launcher:
         pids = started(launcher, 2)
         launcher.kill()
     for pid in pids:

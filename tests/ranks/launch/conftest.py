@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.launch import preload
 from gradwire.launch.run_script import python_command
 from gradwire.launch.supervise import LaunchSpec, supervise
 
@@ -23,19 +24,29 @@ def wait_for(mark):
 
 
 @pytest.fixture
-def launch(tmp_path, capfdbinary):
-    """Run a script on some ranks: (exit code, stdout, stderr)."""
+def launch(tmp_path, capfdbinary, request, monkeypatch):
+    """Run a script on some ranks: (exit code, stdout, stderr). "forked": they are forks of one process, which imports `module`."""
+    forked = getattr(request, "param", None) == "forked"
 
-    def start(script: str, size: int = 2, **options) -> tuple[int, bytes, bytes]:
+    def start(script: str, size: int = 2, module: str = "", cold: str = "", **options) -> tuple[int, bytes, bytes]:
         for mark in tmp_path.glob("*-[0-9]"):  # of an earlier launch
             mark.unlink()
         file = tmp_path / "script.py"
         file.write_text(HEAD + textwrap.dedent(script))
         ranks = [str(rank) for rank in range(size)]
-        environments = [{"RANK": rank, "GRADWIRE_RANK": rank, "PYTHONUNBUFFERED": "1"} for rank in ranks]
+        shared = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(tmp_path / "lib")}
+        environments = [{"RANK": rank, "GRADWIRE_RANK": rank, **shared} for rank in ranks]
         errors = Path(tempfile.mkdtemp(dir=tmp_path))
         command = [sys.executable, *python_command("gradwire.launch.run_script", errors=str(errors)), str(file)]
+        if forked:
+            (tmp_path / "lib").mkdir()
+            (tmp_path / "lib" / "heavy.py").write_text(HEAD.replace("rank =", "#") + textwrap.dedent(module))
+            monkeypatch.setattr(preload, "MODULES", ("heavy",))  # torch takes seconds
+            options["preload"] = server = preload.PreloadedPython(command, environments, directory=str(tmp_path))
         code = supervise(LaunchSpec(command, environments, errors=errors, **options))
+        if forked:
+            assert (server.reason or "").startswith(cold)
+            assert bool(server.reason) == bool(cold)
         return code, *capfdbinary.readouterr()
 
     return start

@@ -9,8 +9,12 @@ from gradwire.errors import UsageError
 from gradwire.launch import display
 from gradwire.launch.supervise import LaunchSpec, supervise
 from gradwire.observe.rings.run_follower import RunFollower
+from gradwire.observe.rings.run_outcome import load
 from gradwire.observe.run_status import RunMonitor
 from helpers.made_steps import made_steps, write_rings
+
+FORKED_TOO = pytest.mark.parametrize("launch", ["started", "forked"], indirect=True)
+FORKED = pytest.mark.parametrize("launch", ["forked"], indirect=True)
 
 
 @pytest.fixture
@@ -60,6 +64,7 @@ def test_a_picture_stays_above_the_report_of_a_failure(launch, monitor, monkeypa
     assert b"\x1b[J" not in report  # nothing of it is erased
 
 
+@FORKED_TOO
 def test_success_shows_each_stream_with_ranks_and_loses_nothing(launch, tmp_path):
     code, out, err = launch(
         r"""
@@ -104,6 +109,7 @@ def test_without_prefix(launch):
     assert (code, out) == (0, b"plain\nplain\n")
 
 
+@FORKED_TOO
 def test_rank_0_reads_what_is_piped_in_and_the_others_nothing(launch):
     read, write = os.pipe()
     saved = os.dup(0)
@@ -130,3 +136,48 @@ def test_a_program_that_is_not_there_leaves_nothing(tmp_path):
     with pytest.raises(FileNotFoundError):
         supervise(LaunchSpec([str(tmp_path / "nothing")], [{}, {}], grace=1))
     assert os.listdir("/proc/self/fd") == before
+
+
+@FORKED
+def test_forks_are_children_of_the_launcher_and_repeat_what_was_written_before(launch):
+    """And have random states of their own, and the arguments of a process that was started."""
+    module = """
+    import multiprocessing, random, tempfile
+    print("imported")
+    print("a warning", file=sys.stderr)
+    """
+    script = """
+    import heavy, multiprocessing, random, tempfile
+    command = open("/proc/self/cmdline").read().split("\\0")[:-1]
+    key = multiprocessing.current_process().authkey.hex()
+    print("is", os.getppid(), command == sys.orig_argv and command[-1] == __file__, os.environ["RANK"] == str(rank))
+    print("random", random.random(), key, next(tempfile._get_candidate_names()), sep="\\n")
+    """
+    code, out, err = launch(script, module=module)
+    lines = [line[4:] for line in out.splitlines()]
+    assert (code, sorted(err.splitlines())) == (0, [b"[0] a warning", b"[1] a warning"])
+    assert [lines.count(line) for line in (b"imported", b"is %d True True" % os.getpid(), b"random")] == [2, 2, 2]
+    assert len(set(lines)) == 3 + 2 * 3
+
+
+@FORKED
+@pytest.mark.parametrize(
+    ("module", "cold"),
+    [
+        (
+            "import threading; threading.Thread(target=time.sleep, args=[100], daemon=True).start()",
+            "importing it starts",
+        ),
+        ("raise ValueError('broken')", "importing it fails: ValueError: broken"),
+        ("os._exit(3)", "the process that imports torch has ended"),
+        ("sys.settrace(lambda *_: None)", "a debugger"),
+        ("sys.modules['sitecustomize'] = sys.modules['heavy']", "/"),
+        ("import sched; open(os.path.join(folder, '..', 'sched.py'), 'w')", "/"),  # would come before Python's
+    ],
+)
+def test_ranks_are_started_where_they_cannot_be_forked(module, cold, launch, tmp_path):
+    code, out, err = launch("print('hello')", module=module, cold=cold, directory=tmp_path)
+    assert (code, out.count(b"hello"), err) == (0, 2, b"")
+    saved = load(tmp_path)
+    assert saved is not None
+    assert saved.cold.startswith(cold)

@@ -10,7 +10,10 @@ from gradwire.launch import shutdown
 from gradwire.observe.rings.run_outcome import load
 from gradwire.runtime import rank_error
 
+FORKED_TOO = pytest.mark.parametrize("launch", ["started", "forked"], indirect=True)
 
+
+@FORKED_TOO
 def test_a_failing_rank_stops_the_others_and_its_traceback_is_last(launch):
     code, _, err = launch(
         """
@@ -104,6 +107,7 @@ def test_without_an_exception_the_last_lines_are_shown(launch):
     assert code == 4
 
 
+@FORKED_TOO
 def test_a_rank_that_ignores_sigterm_is_killed(launch):
     began = time.monotonic()
     code, _, err = launch(
@@ -123,6 +127,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(launch):
     assert b"rank 0 was stopped" in err
 
 
+@FORKED_TOO
 def test_a_rank_that_is_killed_is_named_with_its_signal(launch):
     code, _, err = launch("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(100)")
     assert code == 137

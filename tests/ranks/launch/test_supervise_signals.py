@@ -12,13 +12,18 @@ from pathlib import Path
 import pytest
 
 from gradwire.launch.supervise import LaunchSpec, _Supervisor
+from gradwire.observe.rings.run_outcome import load
 from helpers.waiting import wait_for_exit, wait_until
+
+FORKED_TOO = pytest.mark.parametrize("launch", ["started", "forked"], indirect=True)
+FORKED = pytest.mark.parametrize("launch", ["forked"], indirect=True)
 
 
 def wait_for(*paths: Path) -> None:
     wait_until(lambda: all(path.exists() for path in paths), f"{', '.join(map(str, paths))} are made")
 
 
+@FORKED_TOO
 def test_what_a_rank_started_neither_holds_the_launcher_up_nor_outlives_it(launch):
     began = time.monotonic()
     code, out, _ = launch(
@@ -37,6 +42,7 @@ def test_what_a_rank_started_neither_holds_the_launcher_up_nor_outlives_it(launc
         wait_for_exit(pid)
 
 
+@FORKED_TOO
 @pytest.mark.parametrize("leave", ["pass", "os.setpgrp()", "os.setsid()"])
 def test_a_stopped_rank_and_what_it_started_get_the_signal(launch, leave):
     """Also where the rank has left the group of its guardian."""
@@ -120,6 +126,7 @@ def send(tmp_path):
         thread.join(100)
 
 
+@FORKED_TOO
 def test_signals_are_passed_on_and_ranks_that_deal_with_them_end_well(launch, send):
     send(("ready", signal.SIGUSR1), ("SIGUSR1", signal.SIGINT))
     code, out, err = launch(
@@ -162,6 +169,7 @@ def test_after_an_interrupt_what_ranks_still_write_is_shown(launch, send):
     assert re.search(rb"\ngradwire run: stopped by SIGINT after \d+\.\d s\n$", err)
 
 
+@FORKED_TOO
 def test_an_interrupt_that_is_lost_in_an_import_does_not_take_the_grace(launch, send, tmp_path):
     """Rank 0 is interrupted in an import; rank 1 has lost the interrupt, as C code under `import torch` may."""
     (tmp_path / "slow.py").write_text(
@@ -182,6 +190,7 @@ def test_an_interrupt_that_is_lost_in_an_import_does_not_take_the_grace(launch, 
     assert re.fullmatch(rb"gradwire run: stopped by SIGINT after \d+\.\d s\n", err)  # and no traceback of an import
 
 
+@FORKED_TOO
 def test_a_second_interrupt_kills(launch, send):
     send(("ready", signal.SIGINT), ("ignoring", signal.SIGINT))
     code, _, err = launch(
@@ -197,6 +206,7 @@ def test_a_second_interrupt_kills(launch, send):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@FORKED_TOO
 def test_sigterm_kills_after_the_grace(launch, send):
     send(("ready", signal.SIGTERM), size=1)
     code, _, _ = launch(
@@ -211,6 +221,7 @@ def test_sigterm_kills_after_the_grace(launch, send):
     assert code == 143
 
 
+@FORKED_TOO
 def test_a_signal_that_was_ignored_stays_ignored(launch, send):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -230,6 +241,7 @@ def test_a_signal_that_was_ignored_stays_ignored(launch, send):
     assert (code, out) == (0, b"[0] well\n")
 
 
+@FORKED_TOO
 def test_it_runs_in_a_thread_too(launch):
     answers = []
     thread = threading.Thread(target=lambda: answers.append(launch("print(rank)")))
@@ -255,3 +267,20 @@ def test_a_third_ctrl_c_counts_while_the_second_is_still_handled():
     with pytest.raises(KeyboardInterrupt):
         supervisor._got_signal(signal.SIGINT, None)
     assert sent == [signal.SIGINT, signal.SIGKILL]
+
+
+@FORKED
+def test_an_interrupt_while_modules_are_imported_for_all_ranks(launch, send, tmp_path):
+    send(("ready", signal.SIGINT), size=1)
+    module = """
+    open(os.path.join(folder, "pid"), "w").write(str(os.getpid()))
+    open(os.path.join(folder, "..", "ready-0"), "w").close()
+    time.sleep(100)
+    """
+    code, out, err = launch("print('never')", module=module, cold="", directory=tmp_path)
+    assert (code, out) == (130, b"")
+    assert re.fullmatch(rb"gradwire run: stopped by SIGINT after \d+\.\d s\n", err)
+    wait_for_exit(int((tmp_path / "lib" / "pid").read_text()))
+    saved = load(tmp_path)
+    assert saved is not None
+    assert (saved.signal, [one.status for one in saved.ranks]) == ("SIGINT", [-2, -2])

@@ -39,6 +39,8 @@ class RunOutcome:
     ranks: tuple[RankOutcome, ...]
     time: float = 0.0
     """When it ended, in seconds since 1970."""
+    cold: str = ""
+    """Why each rank imported torch itself, instead of being forked from a process that had; empty if they were forked."""
 
     def of(self, rank: int) -> RankOutcome | None:
         """How this rank has ended, if it has."""
