@@ -55,7 +55,8 @@ PROGRAMS = {
     "print(gc.isenabled(), gc.get_threshold(), faulthandler.is_enabled(), sys.flags, sys.path, sys.warnoptions, os.getcwd())\n"
     "print(sys.executable, sys.gettrace(), threading.active_count(), [n for n in os.environ if 'PRELOAD' in n])",
     "uses a fork server": "import multiprocessing\ndef f(x): return x + 1\nif __name__ == '__main__':\n"
-    "    with multiprocessing.get_context('forkserver').Pool(1) as pool: print(pool.map(f, [1]))",
+    "    child = multiprocessing.get_context('forkserver').Process(target=f, args=[1])\n"
+    "    child.start(); child.join(); print(child.exitcode)",
     "a thread goes on": "import threading\ndef f():\n    threading.main_thread().join()\n    import __main__\n"
     "    print(__main__.x)\nx = 3\nthreading.Thread(target=f).start()",
 }

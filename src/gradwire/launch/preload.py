@@ -5,8 +5,8 @@ It must not differ from one that was started by itself. The server has the comma
 have in common, so whatever Python, torch and its libraries read when they start is what each rank would have read. Its streams are
 pipes, like theirs; what was written during the import each rank writes again. It forks twice, so that the launcher adopts its
 grandchild (`PR_SET_CHILD_SUBREAPER`), which joins the group of its guardian and is from then on a child like any other: signals,
-exit status and the end of the launcher need no code of their own. Random states that Python and numpy draw at their start are drawn
-again. All ranks have one seed for hashes of strings, where PYTHONHASHSEED sets none.
+exit status and the end of the launcher need no code of their own. Random states that Python, numpy and torch draw at their start
+are drawn again. All ranks have one seed for hashes of strings, where PYTHONHASHSEED sets none.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from gradwire.launch.environment import SERVER
-from gradwire.launch.process import Child, Guardian
+from gradwire.launch.preload_server import READY
+from gradwire.launch.process import Guardian
 from gradwire.runtime.fork_server import START_LIMIT, ask
 
 MODULES = ("torch",)
 """What the server imports."""
-READY = b"ready"
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _CHUNK = 1 << 16
 
@@ -97,18 +97,15 @@ class PreloadedPython:
         command: list[str],
         *,
         env: Mapping[str, str] | None = None,
-        stdin: int | None = None,
-        stdout: int | None = None,
-        stderr: int | None = None,
-        bufsize: int = 0,
         pass_fds: Sequence[int] = (),
         process_group: int = 0,
-    ) -> Child:
+        **streams: Any,
+    ) -> Any:
         """Start a process as `subprocess.Popen` does, in milliseconds: one more rank, or other code of Python."""
         with ExitStack() as stack:
             pipes: dict[int, BinaryIO] = {}
             fds = []
-            for fd, stream in enumerate((stdin, stdout, stderr)):
+            for fd, stream in enumerate(map(streams.get, ("stdin", "stdout", "stderr"))):
                 if stream == subprocess.PIPE:
                     ends = os.pipe()
                     pipes[fd] = open(ends[fd == 0], "wb" if fd == 0 else "rb", buffering=0)  # noqa: SIM115
@@ -132,8 +129,7 @@ class PreloadedPython:
             return ForkedChild(pid, pipes)
         for pipe in pipes.values():
             pipe.close()
-        how = {"env": env, "stdin": stdin, "stdout": stdout, "stderr": stderr, "pass_fds": pass_fds}
-        return subprocess.Popen(command, bufsize=bufsize, process_group=process_group, **how)  # type: ignore[call-overload, no-any-return]
+        return subprocess.Popen(command, env=env, pass_fds=pass_fds, process_group=process_group, **streams)
 
     def _fork(self, request: Mapping[str, object], fds: Sequence[int]) -> int:
         """The process that the server has forked; 0 if it cannot."""

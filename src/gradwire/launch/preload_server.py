@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gradwire.launch.environment import SERVER
-from gradwire.launch.preload import READY
 from gradwire.runtime.fork_server import become, next_request
+
+READY = b"ready"
 
 
 def serve() -> None:
@@ -60,6 +61,8 @@ def _start(request: Mapping[str, Any], fds: list[int], control: socket.socket) -
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
     if "numpy.random" in sys.modules:  # Python does this for its own generator
         sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:  # its seed is drawn when the library is loaded
+        sys.modules["torch"].default_generator.seed()
     if request["argv"] is not None:
         code = request["argv"].index("-c") + 1
         sys.argv = ["-c", *request["argv"][code + 1 :]]

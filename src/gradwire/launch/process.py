@@ -13,29 +13,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import IO, Protocol
+from typing import Any
 
 _GUARD = ["/bin/sh", "-c", "read -r rank; read -r line; kill -s KILL -- -$rank; kill -s KILL 0"]
 
 
-class Child(Protocol):
-    """What the launcher uses of a `subprocess.Popen`."""
-
-    pid: int
-
-    @property
-    def stdin(self) -> IO[bytes] | None: ...
-    @property
-    def stdout(self) -> IO[bytes] | None: ...
-    @property
-    def stderr(self) -> IO[bytes] | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-
-Start = Callable[..., Child]
+Start = Callable[..., Any]
 """Starts a process: `subprocess.Popen`, or what takes the same arguments."""
 
 
@@ -130,6 +116,10 @@ class RankProcess:
         with suppress(subprocess.TimeoutExpired):  # it is in an uninterruptible sleep
             self._process.wait(timeout=1.0)
         self._guardian.release()
+        with suppress(ChildProcessError):  # none is left that this process has adopted while it started another rank
+            for _ in range(100):
+                if not os.waitpid(-self._guardian.pid, os.WNOHANG)[0]:
+                    time.sleep(0.01)
 
 
 def exit_status(pidfd: int) -> int | None:

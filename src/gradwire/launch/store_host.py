@@ -12,8 +12,9 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from typing import Any
 
-from gradwire.launch.process import Child, Start
+from gradwire.launch.process import Start
 
 LOOPBACK = "127.0.0.1"
 _PROGRAM = "import sys; from gradwire.launch.store_host import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
@@ -25,7 +26,7 @@ class StoreHost:
     def __init__(self) -> None:
         self._listener = socket.create_server((LOOPBACK, 0), backlog=2048)
         self.port: int = self._listener.getsockname()[1]
-        self._process: Child | None = None
+        self._process: Any = None
         self.ended = -1
         """A descriptor that becomes readable once the process has ended."""
 
@@ -46,7 +47,6 @@ class StoreHost:
         """End the process; the store is no longer needed."""
         self._listener.close()
         if self._process is not None:
-            assert self._process.stdin is not None
             self._process.stdin.close()
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)  # it may still be importing torch

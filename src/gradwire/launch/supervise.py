@@ -107,9 +107,6 @@ class _Supervisor:
             if self._stopped_while_waiting_for(preload):
                 return
             popen = preload.start
-        if self._run.store is not None:
-            self._run.store.start(popen)
-            self._selector.register(self._run.store.ended, _READABLE, self._check_store)
         for rank, environ in enumerate(self._run.environments):
             log = None if self._run.log_dir is None else stack.enter_context(_log(self._run.log_dir, rank))
             process = RankProcess(rank, self._run.command, environ, stdin=_stdin(rank), popen=popen)
@@ -120,6 +117,9 @@ class _Supervisor:
                 read = functools.partial(self._read_from, pipe.fileno(), stream)
                 self._selector.register(pipe.fileno(), _READABLE, read)
             self._selector.register(process.ended, _READABLE, functools.partial(self._rank_ended, process))
+        if self._run.store is not None:  # connections wait for it
+            self._run.store.start(popen)
+            self._selector.register(self._run.store.ended, _READABLE, self._check_store)
         if preload is not None:
             preload.close()
 

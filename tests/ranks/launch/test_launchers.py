@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.observe.rings.run_outcome import load
 from gradwire.testing import mpi as mpirun
 from helpers.fork_client import ADDRESS
 from helpers.warm_python import FORK_CLIENT, GRADWIRE_RUN
@@ -77,10 +78,43 @@ def lines(launcher: str) -> list[str]:
 def test_gradwire_run(script):
     """A script for torchrun, which then calls gw.init()."""
     script.write_text(TORCH + TRAIN)
-    done = run(sys.executable, "-m", "gradwire", "run", "--nproc", "2", script)
+    done = run(sys.executable, "-m", "gradwire", "run", "--nproc", "2", "--run-dir", script.parent / "run", script)
+    outcome = load(script.parent / "run")
+    assert outcome is not None
+    assert outcome.cold == ""  # ranks are forks
     assert (done.returncode, done.stderr) == (0, "")
     expected = [f"[{r}] {line}" for r, one in enumerate(lines("gradwire run")) for line in (one, "sum 2.0")]
     assert sorted(done.stdout.splitlines()) == expected
+
+
+FORKS = """
+import os, random, sys
+import numpy, torch
+from torch.utils.data import DataLoader
+
+if __name__ == "__main__":
+    first = torch.rand(1, dtype=torch.float64).item()
+    a = torch.ones(500, 500, requires_grad=True)
+    (a @ a).sum().backward()  # threads of OpenMP, of OpenBLAS and of autograd
+    b = numpy.ones((500, 500))
+    loader = DataLoader(range(4), 2, num_workers=1, multiprocessing_context="spawn")
+    batches = [batch.tolist() for batch in loader] if os.environ["RANK"] == "0" else []
+    words = torch.get_num_threads(), a.grad[0, 0].item(), (b @ b)[0, 0].item(), batches
+    sys.stdout.write(f"{words}\\n{random.random()}\\n{numpy.random.rand()}\\n{first}\\n{torch.initial_seed() / 2**64}\\n")
+"""
+
+
+def test_forks_compute_with_threads_and_random_numbers_of_their_own(script):
+    script.write_text(FORKS)
+    options = ["--no-prefix", "--run-dir", script.parent / "run"]
+    done = run(sys.executable, "-m", "gradwire", "run", "-n", "2", *options, script, OMP_NUM_THREADS="2")
+    assert (done.returncode, done.stderr) == (0, "")
+    outcome = load(script.parent / "run")
+    assert outcome is not None
+    assert outcome.cold == ""
+    words = sorted(done.stdout.splitlines())
+    assert words[:2] == ["(2, 1000.0, 500.0, [[0, 1], [2, 3]])", "(2, 1000.0, 500.0, [])"]
+    assert len(set(words)) == len(words) == 10
 
 
 def test_gradwire_run_shows_the_cause_and_not_its_consequences(script, warm_python):

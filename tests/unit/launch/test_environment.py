@@ -12,6 +12,7 @@ from gradwire.groups.kinds import default_kind
 from gradwire.launch import Address, Launcher, World, find_world
 from gradwire.launch.entry import _agree
 from gradwire.launch.environment import LocalWorld, rank_environment
+from gradwire.launch.preload_check import source_of, why_not_preload
 
 STORE = Address("127.0.0.1", 4000)
 PRIVATE = "123:4:5:678"
@@ -92,3 +93,50 @@ def test_nccl_is_chosen_where_every_rank_has_a_gpu(monkeypatch, devices, asked, 
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(rank_main, range(2))) == [kind, kind]
+
+
+@pytest.mark.parametrize(
+    ("source", "variable"),
+    [
+        ("os.environ['OMP_NUM_THREADS'] = '1'", "OMP_NUM_THREADS"),
+        ("from os import environ\nif x:\n    environ['MKL_NUM_THREADS'] = '1'", "MKL_NUM_THREADS"),
+        ("os.environ.setdefault('TORCH_LOGS', '+dynamo')", "TORCH_LOGS"),
+        ("os.environ.update({'A': '1', 'PYTORCH_CUDA_ALLOC_CONF': 'x'})", "PYTORCH_CUDA_ALLOC_CONF"),
+        ("os.environ.update(KMP_AFFINITY='none')", "KMP_AFFINITY"),
+        ("os.environ.update(settings)", "variables"),
+        ("os.environ |= settings", "variables"),
+        ("os.environ[name] = '1'", "variables"),
+        ("os.environ.pop('OPENBLAS_NUM_THREADS', None)", "OPENBLAS_NUM_THREADS"),
+        ("del os.environ['GOMP_CPU_AFFINITY']", "GOMP_CPU_AFFINITY"),
+        ("os.putenv('OMP_PROC_BIND', 'true')", "OMP_PROC_BIND"),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = '0'", ""),  # read when CUDA is initialized
+        ("os.environ['A'] = os.environ['OMP_NUM_THREADS']", ""),
+        ("env = os.environ.copy(); env['OMP_NUM_THREADS'] = '1'", ""),
+        ("settings.update(OMP_NUM_THREADS=1)", ""),
+    ],
+)
+def test_variables_that_a_script_sets_for_torch_are_found(source, variable):
+    assert why_not_preload(f"import os, torch\n{source}") == (f"the script sets {variable}" if variable else "")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (b"import os.path\nfrom sys import argv", "the script imports only modules of Python"),
+        (b"def f():\n    from . import model", ""),
+        (b"import importlib\nimportlib.import_module('torch')", ""),
+        (b"def f(:", "the script cannot be parsed"),
+        (b"PK\x03\x04\x00", "the script cannot be parsed"),  # an archive
+        (b"# coding: latin-1\nimport torch  # \xe9", ""),
+    ],
+)
+def test_what_a_script_imports(source, expected):
+    assert why_not_preload(source) == expected
+
+
+def test_the_source_of_a_module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    names = {"a.b": "a/b/__main__.py", "a.b.c": "a/b/c.py", "d": "d.py"}
+    assert {name: str(source_of(name, module=True)) for name in names} == names
+    assert str(source_of("a/x.y.py", module=False)) == "a/x.y.py"
