@@ -231,6 +231,8 @@ def balance(parser: Parser) -> None:
     add("--total", type=at_least(2), default=32, help="samples of all ranks in a step (default: %(default)s)")
     add("--ms", type=positive, default=5.0, metavar="MS", help="sleep for a sample on rank 0 (default: %(default)g)")
     add("--steps", type=at_least(2), default=40, help="timed steps (default: %(default)s)")
+    _timeout(parser)
+    _files(parser)
 
 
 def startup(parser: Parser) -> None:
