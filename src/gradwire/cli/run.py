@@ -165,9 +165,7 @@ def run(args: argparse.Namespace, *, popen: Start = subprocess.Popen) -> int:
     return _launch(args, [script, *arguments], starter, {}, observe=args.observe or args.replace_ddp, popen=popen)
 
 
-def _verify(
-    args: argparse.Namespace, script: str, arguments: Sequence[str], popen: type[subprocess.Popen[bytes]]
-) -> int:
+def _verify(args: argparse.Namespace, script: str, arguments: Sequence[str], popen: Start) -> int:
     if args.hook is not None:
         raise UsageError(
             f"gradwire run --verify-ddp {args.verify_ddp} --hook {args.hook}: with a hook that compresses, gradients are not "
@@ -192,7 +190,7 @@ def _launch(
     variables: Mapping[str, str],
     *,
     observe: bool,
-    popen: type[subprocess.Popen[bytes]],
+    popen: Start,
 ) -> int:
     """Run the script `words[0]` with its arguments by the module `starter`, which gets `variables` in its environment."""
     cpus = len(os.sched_getaffinity(0))

@@ -37,16 +37,21 @@ def python_command(module: str, *, errors: str | None = None, observe: bool = Fa
     # The working directory must not come before Python's own modules while ours are imported.
     path = "sys.flags.safe_path or sys.path.__setitem__(0, sys.path[1])"
     interrupt = "signal.getsignal(2) is signal.SIG_IGN or signal.signal(2, signal.SIG_DFL)"  # without a traceback
-    start = f"import sys; {path}; import signal; {interrupt}; from {module} import main; main()"
+    rank = "from gradwire.launch.run_script import become_rank; become_rank()"
+    start = f"import sys; {path}; import signal; {interrupt}; {rank}; from {module} import main; main()"
     return ["-c", start, *([] if errors is None else [ERRORS, errors]), *([OBSERVE] * observe)]
+
+
+def become_rank() -> None:
+    """Return in ranks only: at once, or, in a process of which ranks are forks, in the forks."""
+    if SERVER in os.environ:
+        from gradwire.launch.preload_server import serve
+
+        serve()
 
 
 def main() -> None:
     """Run the file, or with -m the module, that the arguments of this process name, after options of `python_command`."""
-    if SERVER in os.environ:
-        from gradwire.launch.preload_server import serve
-
-        serve()  # returns in forks, which are the ranks
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while modules were imported
         signal.signal(signal.SIGINT, signal.default_int_handler)
     words = sys.argv[1:]

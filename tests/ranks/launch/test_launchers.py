@@ -90,16 +90,13 @@ def test_gradwire_run(script):
 FORKS = """
 import os, random, sys
 import numpy, torch
-from torch.utils.data import DataLoader
 
 if __name__ == "__main__":
     first = torch.rand(1, dtype=torch.float64).item()
     a = torch.ones(500, 500, requires_grad=True)
     (a @ a).sum().backward()  # threads of OpenMP, of OpenBLAS and of autograd
     b = numpy.ones((500, 500))
-    loader = DataLoader(range(4), 2, num_workers=1, multiprocessing_context="spawn")
-    batches = [batch.tolist() for batch in loader] if os.environ["RANK"] == "0" else []
-    words = torch.get_num_threads(), a.grad[0, 0].item(), (b @ b)[0, 0].item(), batches
+    words = torch.get_num_threads(), a.grad[0, 0].item(), (b @ b)[0, 0].item()
     sys.stdout.write(f"{words}\\n{random.random()}\\n{numpy.random.rand()}\\n{first}\\n{torch.initial_seed() / 2**64}\\n")
 """
 
@@ -113,8 +110,8 @@ def test_forks_compute_with_threads_and_random_numbers_of_their_own(script):
     assert outcome is not None
     assert outcome.cold == ""
     words = sorted(done.stdout.splitlines())
-    assert words[:2] == ["(2, 1000.0, 500.0, [[0, 1], [2, 3]])", "(2, 1000.0, 500.0, [])"]
-    assert len(set(words)) == len(words) == 10
+    assert words[:2] == ["(2, 1000.0, 500.0)"] * 2
+    assert len(set(words)) == len(words) - 1 == 9
 
 
 def test_gradwire_run_shows_the_cause_and_not_its_consequences(script, warm_python):
