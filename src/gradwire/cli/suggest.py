@@ -15,7 +15,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "suggest",
         description="Predict what a step of a recorded run would take with each of a few hooks, from the time in which its ranks "
         "only wait, from what its link carries and from what hooks compute, and suggest one, with the line to paste; or none, "
-        "where none would save a tenth of a step. The run must have had no hook, on the ranks and the link to decide for.",
+        "where none would save a tenth of a step (a third on one host). The run must have had no hook, on the "
+        "ranks and the link to decide for.",
         epilog="Within one machine that is usually none. docs/hook-catalog.md has the costs of each.",
     )
     add_run(parser)

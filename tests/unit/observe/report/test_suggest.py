@@ -18,24 +18,45 @@ MB43 = {"nbytes": 43e6, "buckets": 3.0}
 
 def text_of(*rings):
     text = suggest_text(RunReport(rings, directory="run"))
-    assert text.count("\n") <= 8
+    assert text.count("\n") <= 10
+    assert max(map(len, text.splitlines())) <= 80
     return text
 
 
 def test_a_run(tmp_path, capsys):
     """Waits of 8 ms of 20, 9.5 ms on the wire for two buckets of 1 MiB: 4 bits save more than 8 bits, but not a tenth more."""
     for rank in range(2):
-        write_ring(tmp_path, made_ring(rank, range(30)))
+        write_ring(tmp_path, made_ring(rank, range(30), clock=f"host-{rank}"))
     assert main(["suggest", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "A step takes 20 ms; for 8 ms of it (40%) ranks only wait for averages.",
-        "A rank sends 2.1 MB a step in 9.49 ms (1.77 Gbit/s), of which backward hides 1.49 ms.",
-        "Predicted: bfloat16 24.7 ms, 8 bits 14.9 ms, 4 bits 14.3 ms, 4 bits every 10 steps 12.3 ms.",
+        "A step takes 20 ms (median); 40.0% of it is exposed communication.",
+        "On the rank that is ready last, which waits only for the link, that is 8 ms.",
+        "A rank sends 2.1 MB a step in 9.49 ms (1.77 Gbit/s); backward hides 1.49 ms.",
+        "Predicted: bf16 24.7 ms, quantize8 14.9 ms, quantize4 14.3 ms.",
         "Use 8 bits, predicted to be 1.3 times as fast per step:",
         "  model.set_hook(hooks.chain(hooks.error_feedback(), hooks.quantize(bits=8)))",
         "or, in a script for torch's DDP: gradwire run --replace-ddp --hook quantize8",
         "Compare the loss of a few hundred steps with and without it.",
     ]
+
+
+def test_on_one_host_a_hook_must_save_a_third():
+    text = text_of(*(made_ring(rank, range(30)) for rank in range(2)))
+    assert "\nAll ranks are on one host, node-a.\nDo not compress: there, hooks compute" in text
+    assert "Predicted" not in text
+    assert suggest(MeasuredStep(0.55, 0.29, 0.39, **MB43, on_one_host=True)).hook is not None
+
+
+def test_a_long_line_to_paste_remains_python():
+    lines = module._wrapped(f"  model.set_hook({CANDIDATES[-1].line})")
+    assert [len(line) <= 80 for line in lines] == [True, True]
+    compile("\n".join(lines).lstrip(), "", "eval")
+
+
+def test_step_time_and_exposed_share_are_those_of_the_report():
+    report = RunReport([made_ring(0, range(30)), made_ring(1, range(30), late=1 * MS)])
+    text = " ".join(suggest_text(report).split())
+    assert f"A step takes 20 ms (median); {report.exposed_share:.1%} of it is exposed communication" in text
 
 
 @pytest.mark.parametrize(
