@@ -31,6 +31,8 @@ _SUBJECTS = (SKIP, BALANCE)
 _VALUES = 3
 _SLICE = 0.1
 """Seconds between two looks at the model's group while this rank waits."""
+_PART = 0.8
+"""Of the group's timeout: a rank that does not take part is named before its reductions, which wait for the others, name those."""
 
 
 class Agreement:
@@ -83,7 +85,8 @@ class Agreement:
 
     def _not_agreed(self, what: str) -> str:
         step = self._reducer.iterations.begins
-        called = "returned True" if self._skip == (step, True) else "was not called"
+        skipped = self._skip == (step, True)
+        called = "returned True, and was not called again" if skipped else "was not called"
         return (
             f"{what} of step {step} on rank {self._reducer.group.rank}: {SKIP} {called} before it. Once it is used, call it on "
             "every rank at the same point of each averaged step, and skip the batch if it returns True."
@@ -133,9 +136,10 @@ class Agreement:
         message = [float(_SUBJECTS.index(subject)), float(step), *values, *[0.0] * (_VALUES - len(values))]
         if group.size == 1:
             return [message]
+        limit = _PART * group.timeout
         try:
-            own = self._group(group)
-            own.set_timeout(group.timeout)
+            own = self._group(group, limit)
+            own.set_timeout(limit)
             device = torch.device("cpu") if own is not group else self._reducer.device
             mine = torch.tensor(message, dtype=torch.float64, device=device)
             rows = mine.new_empty(group.size * mine.numel())
@@ -150,13 +154,13 @@ class Agreement:
             if isinstance(error, PeerLost) and error.rank is not None:
                 raise PeerLost(f"{doing}: rank {error.rank} has left without it. {advice}", rank=error.rank) from error
             if isinstance(error, CollectiveTimeout) and error.missing:
-                text = f"{doing}: ranks {list(error.missing)} did not call it within {group.timeout:.3g} s. {advice}"
+                text = f"{doing}: ranks {list(error.missing)} did not call it within {limit:.3g} s. {advice}"
                 raise CollectiveTimeout(text, joined=error.joined, missing=error.missing) from error
             raise
         gathered: list[list[float]] = rows.view(group.size, -1).tolist()
         return gathered
 
-    def _group(self, group: Group) -> Group:
+    def _group(self, group: Group, limit: float) -> Group:
         """See Note [A group of its own]."""
         made_for = group, group.ledger.recoveries
         if self._own is not None and self._made_for == made_for:
@@ -164,6 +168,7 @@ class Agreement:
         self._leave()
         number = self._reducer.events.model, group.ledger.recoveries
         name = f"{group.name}/agreements-{number[0]}.{number[1]}"
+        before, group.timeout = group.timeout, limit  # which the new group takes over
         call = BoundedCall(lambda: group.subgroup(list(range(group.size)), name=name), name="gradwire-agreements")
         try:
             while not call.wait(_SLICE):
@@ -171,6 +176,8 @@ class Agreement:
         except BaseException:
             call.abandon()
             raise
+        finally:
+            group.timeout = before
         try:
             self._own = call.result()
             self._leave = weakref.finalize(self, self._own.close, 0.0)  # so that the others can name this rank

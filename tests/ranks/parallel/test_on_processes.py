@@ -337,7 +337,7 @@ def test_a_rank_that_does_not_agree_to_skip_is_named(kind: str, how: str) -> Non
             return str(error)
 
     said = run_ranks(named, 2, kind=kind, lost={1} if how == "dies" else ())[0]
-    words = r"ranks \[1\] did not call it within 2 s" if how == "never calls" else "rank 1 has left without it"
+    words = r"ranks \[1\] did not call it within 1.6 s" if how == "never calls" else "rank 1 has left without it"
     assert re.match(rf"agree_to_skip on rank 0 in step {0 if how == 'never calls' else 1}: {words}\. Call it on", said)
 
 

@@ -85,10 +85,9 @@ def test_a_rank_that_forgets_is_named_at_once(place: str) -> None:
 
 def test_a_rank_that_never_calls_is_named_by_the_deadline() -> None:
     def rank_main(group: Group) -> str:
-        group.set_timeout(0.5)
+        group.set_timeout(2.5)
         ddp = DDP(mlp(seed=0), process_group=group)
         if group.rank == 1:
-            group.set_timeout(30)
             return attempt(lambda: backward(ddp))
         with pytest.raises(CollectiveTimeout) as caught:
             ddp.agree_to_skip(False)
@@ -96,7 +95,7 @@ def test_a_rank_that_never_calls_is_named_by_the_deadline() -> None:
         return str(caught.value)
 
     first, second = run_ranks(rank_main, 2)
-    assert "agree_to_skip on rank 0 in step 0: ranks [1] did not call it within 0.5 s. Call it on every rank" in first
+    assert "agree_to_skip on rank 0 in step 0: ranks [1] did not call it within 2 s. Call it on every rank" in first
     assert first in second
 
 
@@ -139,7 +138,7 @@ def test_misuse_fails_the_step_on_all_ranks_once() -> None:
         )
         assert "agree_to_skip on rank 1 during backward: it is too late to skip." in during
         assert "forward of step 2 on rank" in anyway
-        assert "agree_to_skip returned True before it" in anyway
+        assert "agree_to_skip returned True, and was not called again before it" in anyway
         assert "before each step" in other_order
         assert "backward of step 0 on rank" in after_forward
     assert "agree_to_skip on rank 0 in step 3: rank 1 called Balance.batch_size in step 3" in said[0][3]
