@@ -49,6 +49,8 @@ class Agreement:
         """The iteration of the last `agree_to_skip`, and its result."""
         self._before_forward = False
         """Whether it was called before the forward whose backward is averaged."""
+        self.dropped = False
+        """Whether ranks have agreed to skip a batch, and there was no forward since."""
 
     # -- agree_to_skip ---------------------------------------------------------------------------------------------------
 
@@ -66,28 +68,31 @@ class Agreement:
         self._before_forward = reducer.machine.state is State.RESTING
         skip = any(row[0] for row in self.exchange(SKIP, float(bool(flag))))
         self._skip = reducer.iterations.begins, skip
-        reducer.before_backward = weakly(self._check_called)
+        reducer.check_agreed = weakly(self._check_called)
         if skip:
             reducer.abandon("all ranks skip it")
-            reducer.iterations.failure = UsageError(self._not_agreed("backward"))
+        self.dropped = skip
         return skip
 
     def before_forward(self, *, averaged: bool) -> None:
         """Raise if `agree_to_skip` was called before the forward of an earlier step, and not before this one, whose backward is
         `averaged`: ranks exchange buffers in a forward, and those that have called would not take part."""
+        self.dropped = self.dropped and not torch.is_grad_enabled()
         if averaged and self._before_forward and torch.is_grad_enabled():
-            self._check_called("forward")
+            try:
+                self._check_called(True, "forward", self._reducer.iterations.begins)
+            except UsageError as error:
+                self.fail(error)
+                raise
 
-    def _check_called(self, what: str = "backward") -> None:
-        """Before a backward that is averaged, all ranks must have agreed on it."""
-        if self._skip != (self._reducer.iterations.begins, False):
-            self.refuse(self._not_agreed(what))
-
-    def _not_agreed(self, what: str) -> str:
-        step = self._reducer.iterations.begins
+    def _check_called(self, averaged: bool, what: str = "backward", step: int | None = None) -> None:
+        """All ranks must have agreed on a backward that is averaged, and there must be none of outputs that were dropped."""
+        step = self._reducer.iterations.number if step is None else step
+        if self._skip == (step, False) or not (averaged or self.dropped):
+            return
         skipped = self._skip == (step, True)
         called = "returned True, and was not called again" if skipped else "was not called"
-        return (
+        raise UsageError(
             f"{what} of step {step} on rank {self._reducer.group.rank}: {SKIP} {called} before it. Once it is used, call it on "
             "every rank at the same point of each averaged step, and skip the batch if it returns True."
         )

@@ -112,7 +112,12 @@ class Balance:
             problem = self._unfit()
         elif not isinstance(total, int) or total < self._group.size:
             problem = "not a number of samples, or less than one for each rank. Pass a larger integer."
-        elif last_step == step and total != last_total and self._clock.batch.parts:
+        elif (
+            last_step == step
+            and total != last_total
+            and self._clock.batch.parts
+            and not self._replica.agreement.dropped
+        ):
             problem = f"gradients of this step were accumulated with a total of {last_total}, and it has one weight. Pass that."
         else:
             return

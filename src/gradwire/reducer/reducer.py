@@ -86,8 +86,9 @@ class Reducer:
         self.wait_at_end: list[torch.futures.Future[Any]] = []
         self.substituted = False
         """Whether the last forward ran with other tensors in place of the parameters, as under `torch.func.functional_call`."""
-        self.before_backward: Callable[[], object] | None = None
-        """Called when a backward that is to be averaged begins; it may raise."""
+        self.check_agreed: Callable[[bool], object] | None = None
+        """Called when gradients of the model's outputs arrive, with whether they are to be averaged; it may raise. A backward
+        that accumulates nothing, as of `torch.autograd.grad`, does not count."""
         self.incomplete: Callable[[], object] | None = None
         """Called when a backward has ended in which some parameters got no gradient; it may raise."""
         self.machine = Machine(layout.members, [s.name for s in layout.parameters], rank=group.rank)
@@ -209,8 +210,6 @@ class Reducer:
 
     def backward_begins(self) -> None:
         """A backward has reached the model's outputs, or one of its parameters: see [The end of a step]."""
-        if not self.backward_runs and self.before_backward is not None and self.machine.state is not _RESTING:
-            self.before_backward()
         self._outputs_reached = True
         if not self.backward_runs:
             self.backward_runs = True
@@ -242,6 +241,8 @@ class Reducer:
         if self.machine.state is _RESTING:
             if self.iterations.failure is not None:
                 raise self.iterations.failure
+            if self.check_agreed is not None and self._outputs_reached:
+                self.check_agreed(False)
             return
         if self.events and self.events.wants(GradientReady):
             for i in indices:
@@ -260,6 +261,8 @@ class Reducer:
         without the last bucket, all of them fail it together: see [Iterations] in `iterations.py`.
         """
         try:
+            if self.check_agreed is not None:
+                self.check_agreed(True)
             launches = find(*args)
             if not launches:
                 return
@@ -379,6 +382,7 @@ class Reducer:
 
     def abandon(self, why: str) -> None:
         """Drop what was prepared for, or has arrived in, a backward that will not be averaged."""
+        self._outputs_reached = False
         self.intake.abandon()
         self.machine.abandon(why)
         self.reductions.drop()

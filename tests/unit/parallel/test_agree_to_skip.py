@@ -168,6 +168,23 @@ def test_accumulated_gradients_are_one_step(group: Group) -> None:
         ddp.agree_to_skip(False)
 
 
+@on_ranks(2)
+def test_backwards_that_average_nothing_need_no_agreement(group: Group) -> None:
+    """`torch.autograd.grad` of outputs before the call, and a backward through the bare module after a batch was skipped."""
+    ddp = DDP(mlp(seed=0), process_group=group)
+    for step in range(4):
+        x = inputs(group.rank).requires_grad_()
+        output = ddp(x).sum()
+        (penalty,) = torch.autograd.grad(output, x, create_graph=True)
+        skip = ddp.agree_to_skip(group.rank == 0 and step == 1)
+        if skip:
+            ddp.module(x).sum().backward()
+        else:
+            (output + penalty.pow(2).sum()).backward()
+        ddp.zero_grad()
+    assert ddp.replica.reducer.steps == 3
+
+
 def test_an_exception_on_one_rank_reaches_those_that_wait_for_its_answer() -> None:
     """Also for the first one, when the group is still being made; and the loop goes on with all ranks in step."""
 

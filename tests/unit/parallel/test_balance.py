@@ -237,6 +237,11 @@ def test_what_would_not_be_the_mean_over_samples_is_refused(group: Group) -> Non
         loss(model, samples(0, 4)).backward()
     with pytest.raises(UsageError, match=r"accumulated with a total of 4, and it has one weight. Pass that\."):
         balance.batch_size(8)
+    assert balance.batch_size(4) == 4
+    with model.no_sync():
+        loss(model, samples(0, 4)).backward()
+    assert model.agree_to_skip(True)
+    assert balance.batch_size(8) == 8  # what was accumulated is dropped
     with pytest.raises(UsageError, match="less than one for each rank"):
         balance.batch_size(4.0)  # type: ignore[arg-type]
     for hook in (hooks.mean(), hooks.partition({"weight": hooks.weighted_mean(), "*": hooks.mean()})):
