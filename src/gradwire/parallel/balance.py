@@ -75,7 +75,7 @@ class Balance:
         self._start_over(replica.group)
 
     def _start_over(self, group: Group) -> None:
-        self._group = group
+        self._group, self._recoveries = group, group.ledger.recoveries
         self._seconds: list[float] = []
         """By rank: the estimate of its seconds per sample; empty as long as there is none."""
         self._used: list[float] = []
@@ -95,6 +95,8 @@ class Balance:
         replica.agreement.recover()
         if replica.group is not self._group:
             self._start_over(replica.group)
+        elif self._recoveries != self._group.ledger.recoveries:
+            self._recovered()
         step = replica.reducer.iterations.begins
         self._check(total, step)
         if self._agreed_at is None or (self._last_call[0] != step and step - self._agreed_at >= self.every):
@@ -150,6 +152,16 @@ class Balance:
                 "state that they have loaded. Use the same on every rank."
             )
         self._learn(total, [row[0] for row in rows])
+        unknown = [0.0] * len(rows)
+        replica.recovery.agreed = [float(step + 1), *self._seconds, *(self._used or unknown)]
+
+    def _recovered(self) -> None:
+        """Continue with what rank 0 has agreed on: a step that failed may have ended an agreement before some had its result."""
+        self._recoveries, size = self._group.ledger.recoveries, self._group.size
+        after, *estimates = self._replica.recovery.agreed
+        self._agreed_at = int(after) - 1 if after else None
+        self._seconds, used = estimates[:size], estimates[size:]
+        self._used = used if any(used) else []
 
     def _learn(self, total: int, measured: Sequence[float]) -> None:
         """Take the medians of all ranks into account; 0 means that a rank has none. See Note [Shares]."""

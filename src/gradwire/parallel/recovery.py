@@ -29,6 +29,8 @@ class Recovery:
         self._recoveries = reducer.group.ledger.recoveries
         self._iterations_behind = 0
         self._loop_left = False
+        self.agreed: list[float] = []
+        """What `Balance` has agreed on with the other ranks, some of which may have left the agreement without the result."""
 
     @contextlib.contextmanager
     def failing_forward(self) -> Iterator[None]:
@@ -92,11 +94,13 @@ class Recovery:
         if self._loop_left:  # all ranks begin a new loop, wherever they were in the old one
             iterations.number, self._loop_left = latest, False
         self._iterations_behind = latest - iterations.number
-        step = torch.tensor([self._runner.step], device=reducer.device)
+        agreed = self.agreed or [0.0] * (1 + 2 * group.size)
+        shared = torch.tensor([self._runner.step, *agreed], dtype=torch.float64, device=reducer.device)
         reducer.start_over()
         self._state.broadcast()
-        group.submit(broadcast(step, src=0, label="recovery")).wait()
-        self._runner.start_over(int(step.item()))
+        group.submit(broadcast(shared, src=0, label="recovery")).wait()
+        step, *self.agreed = shared.tolist()
+        self._runner.start_over(int(step))
 
     def _raise_behind(self) -> None:
         """Raise if this rank must skip this iteration because others have lost it."""
@@ -120,3 +124,4 @@ class Recovery:
     def moved_to_group(self) -> None:
         """The model continues with another group, whose earlier failures do not concern it."""
         self._recoveries = self._reducer.group.ledger.recoveries
+        self.agreed = []

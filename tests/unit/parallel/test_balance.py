@@ -299,3 +299,33 @@ def test_a_step_that_fails_on_one_rank(clock: MadeUpTime) -> None:
         return failed, balance.shares
 
     assert run_ranks(rank_main, 2) == [(2, (6, 3))] * 2
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_did_not_get_the_result_of_an_agreement(clock: MadeUpTime, late: int) -> None:
+    """Another one had it, and has failed at once."""
+
+    def rank_main(group: Group) -> Any:
+        group.set_timeout(5)
+        ddp = DDP(Timed(clock, lambda n: n * float(1 + group.rank)), process_group=group)
+        balance, failed = Balance(ddp, every=4), []
+        gather = ddp.replica.agreement._gather
+
+        def gather_late(subject: str, step: int, values: Any) -> Any:
+            rows = gather(subject, step, values)
+            while group.rank == late and step == 4:
+                group.check_peers()
+            return rows
+
+        ddp.replica.agreement._gather = gather_late  # type: ignore[method-assign]
+        for step in range(12):
+            try:
+                mine = part(balance, group, samples(step, 9))
+                ddp.zero_grad()
+                loss(ddp, None if step == 4 else mine).backward()  # type: ignore[arg-type]
+                assert_mean_over_all(ddp, samples(step, 9))
+            except (TypeError, GroupAborted):
+                failed.append(step)
+        return failed, balance.shares
+
+    assert run_ranks(rank_main, 2) == [([4], (6, 3))] * 2

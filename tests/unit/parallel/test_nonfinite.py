@@ -3,10 +3,8 @@
 import copy
 import gc
 import math
-import re
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -330,15 +328,6 @@ def test_it_costs_no_collective_with_a_hook_that_passes_nan_on_and_one_with_any_
         model(inputs(group.rank)).sum().backward()
         assert len(recorded.submitted) - before == count
         replica.detach()
-
-
-@pytest.mark.parametrize("name", ["ddp.md", "silent-errors.md"])
-def test_the_pages_match_the_code(name: str) -> None:
-    page = Path(__file__).parents[3] / "docs" / name
-    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
-    assert blocks
-    for block in blocks:
-        exec(block, {})
 
 
 def test_a_model_dropped_in_the_middle_of_a_step_is_freed_at_once(group: Group) -> None:
