@@ -26,6 +26,7 @@ from gradwire.groups.base import Group
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec, GradBucket
+from gradwire.interop.checkpointed_hook import CheckpointedHook
 from gradwire.interop.fsdp_checks import IN_A_SHARD, OF_A_RANK, CheckedModule, FsdpChecks
 from gradwire.interop.process_group_base import translate_reduce_op
 from gradwire.recorder import writer
@@ -35,7 +36,7 @@ from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.model_events import ModelEvents
 
 
-class FsdpHook:
+class FsdpHook(CheckpointedHook):
     """One hook on the shards of one FSDP module. Call it with the flat tensor, which is reduced in place.
 
     With `rows`, the number of ranks, the tensor has a row for each, and the result is this rank's.
@@ -124,14 +125,6 @@ class FsdpHook:
             parts = ((f"{flat.numel()} elements", (flat.numel(),)),)
         return _bucket(parts, 0 if parts is self._parts else flat.numel(), flat)
 
-    def hook_state_dict(self) -> dict[str, Any]:
-        """The hook's state for this rank's shards, by parameter name: see `Replica.hook_state_dict`."""
-        return self._runner.state_dict()
-
-    def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore a saved state, of the same shards. Every rank of the group calls it, between steps."""
-        self._runner.load_state_dict(saved, device=self._device)
-
     def __repr__(self) -> str:
         return f"FsdpHook({self._runner.hook!r}, {self._runner.group})"
 
@@ -159,11 +152,12 @@ def as_fsdp_hook(
     return made
 
 
-class FsdpReduceScatter:
+class FsdpReduceScatter(CheckpointedHook):
     """See `as_fsdp_reduce_scatter`. It has the two methods of torch's `ReduceScatter`."""
 
     def __init__(self, inner: FsdpHook, group: Group) -> None:
         self._inner = inner
+        self._runner = inner._runner
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -184,9 +178,6 @@ class FsdpReduceScatter:
         output_tensor.copy_(self._inner.reduced(input_tensor))
         if kind is not ReduceOp.AVG:
             output_tensor.mul_(size if factor is None else size * factor)
-
-    def hook_state_dict(self) -> dict[str, Any]:
-        return self._inner.hook_state_dict()
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
         self._inner.load_hook_state_dict(saved)

@@ -11,7 +11,6 @@ backwards, maxima, integers, broadcasts. All ranks submit the same operations in
 
 from __future__ import annotations
 
-import io
 import threading
 import time
 from collections.abc import Mapping
@@ -19,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.autograd.backward_errors import BEGINS, around_backward
@@ -34,6 +32,7 @@ from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.dense import Mean
+from gradwire.interop.checkpointed_hook import CheckpointedHook
 from gradwire.interop.gradient_places import GradientPlaces
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
@@ -54,7 +53,7 @@ def check_gradient_hook(doing: str, hook: CommHook) -> None:
         )
 
 
-class HookedGroup(TrackedWrapper):
+class HookedGroup(CheckpointedHook, TrackedWrapper):
     """Reduces gradients by `hook`; see Note [What is a gradient] for what is one. Everything else passes as it is.
 
     The divisor stays the caller's: a sum is the mean that the hook computes times the number of ranks. With `mean()` everything
@@ -205,26 +204,6 @@ class HookedGroup(TrackedWrapper):
         self._runner.load_state_dict(saved, device=torch.device("cuda" if on_cuda else "cpu"))
         if "gradients" in saved:
             self._places.load(saved["gradients"])
-
-    def state_dict(self) -> dict[str, Any]:
-        """The same for torch.distributed.checkpoint, `dcp.save({"hook": group, ...})`: under a key of this rank, as bytes, since a
-        checkpoint is loaded into tensors that exist, and before the first step there are none."""
-        saved = io.BytesIO()
-        torch.save(self.hook_state_dict(), saved)
-        return {self._checkpoint_key: saved.getvalue()}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave; `dcp.load({"hook": group, ...})` calls it."""
-        if self._checkpoint_key not in saved:
-            raise UsageError(
-                f"load_state_dict of {self}: there is no {self._checkpoint_key!r}, only {', '.join(map(repr, saved))}. Pass what "
-                "state_dict() of the same rank gave."
-            )
-        self.load_hook_state_dict(torch.load(io.BytesIO(saved[self._checkpoint_key]), weights_only=True))
-
-    @property
-    def _checkpoint_key(self) -> str:
-        return f"rank {dist.get_rank() if dist.is_initialized() else self.rank}"
 
     def _release(self) -> None:
         super()._release()

@@ -6,8 +6,7 @@ islands. A parameter is in the fragment in which it would be without sharding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -18,12 +17,13 @@ from gradwire.groups.base import Group
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.periodic.base import OuterHook
+from gradwire.interop.checkpointed_hook import CheckpointedHook
 from gradwire.reducer.buckets.layout import plain_name
 from gradwire.reducer.hook.outer_optimizer import local
 from gradwire.reducer.hook.runner import HookRunner
 
 
-class ShardedOuterSteps:
+class ShardedOuterSteps(CheckpointedHook):
     """See `outer_steps_on_shards`."""
 
     def __init__(self, hook: OuterHook, group: Group, named: list[tuple[str, Tensor]]) -> None:
@@ -46,14 +46,6 @@ class ShardedOuterSteps:
         """Average the parameters over all islands, after a hook that lets them differ. Every rank calls it."""
         assert self._runner.outer is not None
         self._runner.outer.average()
-
-    def hook_state_dict(self) -> dict[str, Any]:
-        """The hook's state for this rank's shards, by parameter name: see `Replica.hook_state_dict`."""
-        return self._runner.state_dict()
-
-    def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore a saved state, of the same shards. Every rank calls it, between steps."""
-        self._runner.load_state_dict(saved, device=self._device)
 
     def close(self) -> None:
         """Do nothing any more after the optimizer's steps."""

@@ -3,11 +3,14 @@
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -76,9 +79,9 @@ def sharded(mesh: Any, frozen: tuple[str, ...] = ()) -> nn.Module:
     return model
 
 
-def train(model: nn.Module, rank: int, steps: range, lr: float = 0.05) -> Tensor:
+def train(model: nn.Module, rank: int, steps: range, lr: float = 0.05, optimizer: Any = None) -> Tensor:
     """This rank's shards in the end. (Not full_tensor(), with which torch 2.11 ends the process over gloo on CUDA.)"""
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
     for step in steps:
         optimizer.zero_grad()
         inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
@@ -281,6 +284,49 @@ def test_outer_steps_on_shards_are_those_of_whole_parameters_bit_for_bit(fresh: 
     assert not torch.equal(
         ranks[0]["streaming_diloco"][0], ranks[2]["streaming_diloco"][0]
     )  # islands differ in between
+
+
+def checkpointed(rank: int, size: int, path: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """In each place of a hook: six steps at once, and three, a checkpoint of torch's, and three more."""
+    done = {}
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+    for place in ("replicas", "shards", "islands"):
+        group = from_process_group(mesh.get_group("replicate"))
+        over = mesh["replicate"] if place == "shards" else mesh["shard"]
+
+        def begin(place: str = place, group: Group = group, over: Any = over) -> tuple[nn.Module, dict[str, Any], Any]:
+            model = sharded(over)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            if place == "islands":
+                outer = outer_steps_on_shards(diloco(every=3), group, model.named_parameters(), optimizer)
+                return model, {"hook": outer}, optimizer
+            made: dict[str, Any] = {}
+            for i, (module, named) in enumerate(fsdp_parameters(model)):
+                if place == "replicas":
+                    made[f"hook {i}"] = hook = as_fsdp_hook(LOSSY, group, named_parameters=named)
+                    module.set_all_reduce_hook(hook)
+                else:
+                    made[f"hook {i}"] = comm = as_fsdp_reduce_scatter(LOSSY, group, named_parameters=named)
+                    module.set_custom_reduce_scatter(comm)
+            return model, made, optimizer
+
+        model, hooks, optimizer = begin()
+        train(model, rank, range(3), optimizer=optimizer)
+        dcp.save({"model": model.state_dict(), **hooks}, checkpoint_id=str(path / place))
+        whole = train(model, rank, range(3, 6), optimizer=optimizer)
+        model, hooks, optimizer = begin()
+        loaded = {"model": model.state_dict(), **hooks}
+        dcp.load(loaded, checkpoint_id=str(path / place))
+        model.load_state_dict(loaded["model"])
+        done[place] = whole, train(model, rank, range(3, 6), optimizer=optimizer)
+    return done
+
+
+def test_torchs_checkpoints_keep_the_state_of_every_rank(fresh: Callable[..., Any], tmp_path: Path) -> None:
+    (ranks,) = fresh(partial(checkpointed, path=tmp_path), ("gloo",))
+    for done in ranks:
+        for place, (whole, restored) in done.items():
+            assert torch.equal(whole, restored), place
 
 
 def test_a_tensor_of_another_length_is_one_unnamed_row() -> None:
