@@ -1,6 +1,7 @@
 """`gradwire report`: a page or a text of a run, in whatever state its ranks are."""
 
 import os
+import re
 import sys
 import time
 
@@ -39,9 +40,11 @@ def test_two_runs_side_by_side(run, tmp_path, capsys):
     text = capsys.readouterr().out
     assert text.startswith(f"A  {run}\n")
     assert "2 ranks, steps 1-29" in text
+    parts = re.findall(r"^    [a-z ]+ (\d) ms ", text, re.MULTILINE)
+    assert f"step, trimmed mean {sum(map(int, parts))} ms" in " ".join(text.split())
     assert "1 rank, steps 1-19" in text
     rows = {line[:25].strip(): line.split()[-1] for line in text.splitlines() if line}
-    assert rows["step, median"] == rows["bytes per step"] == "1.00"
+    assert rows["step, median"] == rows["bytes sent per step"] == rows["step, trimmed mean"] == "1.00"
     assert "Only in B\n  warning: Rank 1 of 2 left no record here" in text
     assert main(["report", str(run), str(run), "-o", str(tmp_path / "both.txt")]) == 0
     assert "Only in" not in (tmp_path / "both.txt").read_text()

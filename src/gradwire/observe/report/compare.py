@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 from gradwire.observe.report.findings import Finding, find
 from gradwire.observe.report.render import WIDTH, table
-from gradwire.observe.report.report_model import PHASES, RunReport
+from gradwire.observe.report.report_model import PHASES, TRIMMED, RunReport
+from gradwire.observe.stragglers.steps import Phase
 from gradwire.observe.units import duration, plural, size
 
 
@@ -28,18 +29,23 @@ def _lines(a: RunReport, b: RunReport) -> Iterator[str]:
     yield ""
     rows = [("", "A", "B", "B / A"), _row("step, median", a.step_seconds, b.step_seconds, duration)]
     first, second = a.mean_phases, b.mean_phases
+    known = a.has_exposed, b.has_exposed
     if first and second:
-        rows += [_row(f"  {phase.value}", first[phase], second[phase], duration) for phase in PHASES]
-    if a.has_exposed and b.has_exposed:
-        rows.append(_row("exposed share", a.exposed_share, b.exposed_share, "{:.1%}".format))
-    rows.append(_row("bytes per step", a.bytes_per_step, b.bytes_per_step, size))
+        rows.append(_row("step, trimmed mean", sum(first.values()), sum(second.values()), duration))
+        for phase in PHASES:
+            where = known if phase is Phase.EXPOSED else (True, True)
+            rows.append(_row(f"  {phase.value}", first[phase], second[phase], duration, where))
+        rows.append(_row("exposed share of it", a.exposed_share, b.exposed_share, "{:.1%}".format, known))
+    rows.append(_row("bytes sent per step", a.bytes_per_step, b.bytes_per_step, size, known))
     yield from table(rows, right=1)
-    if not (a.has_exposed and b.has_exposed):
-        yield "  What only communication took is not known: the waits of torch's own DDP are inside its backward."
+    if first and second:
+        yield f"  Trimmed mean: without the slowest and the fastest {TRIMMED:.0%} of steps."
+    if not all(known):
+        yield "  -: not known of torch's own DDP, whose waits are inside its backward."
     found = {letter: find(report) for letter, report in (("A", a), ("B", b))}
     for letter, other in (("A", "B"), ("B", "A")):
-        known = {_kind(one) for one in found[other]}
-        alone = [one for one in found[letter] if _kind(one) not in known]
+        others = {_kind(one) for one in found[other]}
+        alone = [one for one in found[letter] if _kind(one) not in others]
         if alone:
             yield from ("", f"Only in {letter}")
         for one in alone:
@@ -52,5 +58,8 @@ def _kind(finding: Finding) -> str:
     return re.sub(r"\d[\d.,]*", "", finding.title)
 
 
-def _row(name: str, a: float, b: float, shown: Callable[[float], str]) -> tuple[str, str, str, str]:
-    return name, shown(a), shown(b), f"{b / a:.2f}" if a else "-"
+def _row(
+    name: str, a: float, b: float, shown: Callable[[float], str], known: tuple[bool, bool] = (True, True)
+) -> tuple[str, str, str, str]:
+    first, second = shown(a) if known[0] else "-", shown(b) if known[1] else "-"
+    return name, first, second, f"{b / a:.2f}" if a and all(known) else "-"

@@ -56,6 +56,23 @@ class Traffic:
         return median(self.durations) / 1e9 if self.durations else 0.0
 
 
+def sent_bytes_of(op: str, nbytes: int, size: int) -> float:
+    """What a rank of `size` sends in an operation of `nbytes` on average, as `collectives.op.sent_bytes` counts.
+
+    >>> sent_bytes_of("all_reduce", 400, 4)
+    600.0
+    """
+    others = (size - 1) / size
+    factors = {
+        "all_reduce": 2 * others,
+        "all_gather": size - 1,
+        "all_gather_into_tensor": size - 1,
+        "send": 1,
+        "recv": 0,
+    }
+    return nbytes * factors.get(op, others)
+
+
 class StepWire(NamedTuple):
     """The collectives of the buckets of one step."""
 
@@ -86,6 +103,9 @@ class RankSummary:
         self.pending: list[Operation] = []
         """Operations that have not finished."""
         self.traffic: dict[TrafficKey, Traffic] = {}
+        self.sent = 0.0
+        """Bytes that were sent in `steps`."""
+        sizes = {one["id"]: one["size"] for one in ring.descriptions.get("group", [])}
         in_step: dict[int, list[Operation]] = {}
         hooks = {(r.step, r.bucket): r.label for r in ring.of_kind(RecordKind.BUCKET_LAUNCHED)}
         for operation in operations(records):
@@ -96,6 +116,10 @@ class RankSummary:
                 hook = hooks.get((record.step, record.bucket), "") if record.bucket >= 0 else ""
                 key = TrafficKey(hook, record.op, record.group)
                 self.traffic.setdefault(key, Traffic()).add(1, record.nbytes, [duration])
+                if self.steps and self.steps[0].start < operation.ended <= self.steps[-1].end:
+                    self.sent += sent_bytes_of(
+                        record.op, record.nbytes, sizes.get(record.group_id, self.header["size"])
+                    )
                 if hook:
                     in_step.setdefault(record.step, []).append(operation)
         self.wire = {step: _wire(found) for step, found in in_step.items()}

@@ -11,7 +11,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from gradwire.observe.report.charts import bin_steps, heat_map, history, phase_style, phases, timeline
 from gradwire.observe.report.findings import find
-from gradwire.observe.report.report_model import PHASES, RunReport
+from gradwire.observe.report.report_model import PHASES, TRIMMED, RunReport
+from gradwire.observe.stragglers.steps import Phase
 from gradwire.observe.units import duration, plural, size
 
 _T = TypeVar("_T")
@@ -139,7 +140,7 @@ def _lines(report: RunReport) -> Iterator[str]:
             if row:
                 yield f"  rank {rank:<5} {duration(sum(row.values()) / len(row)):>10}"
     if report.traffic:
-        yield from ("", "Bytes by hook and collective, all ranks")
+        yield from ("", "Collectives by hook, all ranks; bytes are those of their inputs")
         rows = [
             (key.hook or "no hook", key.op, key.group, f"{one.calls:,}", size(one.nbytes), duration(one.usual))
             for key, one in page["traffic"]
@@ -172,8 +173,11 @@ def _steps(report: RunReport) -> Iterator[str]:
     yield f"  {bars}  steps {report.steps[0].step}-{report.steps[-1].step}{each}"
     mean = report.mean_phases
     total = sum(mean.values()) or 1.0
-    yield from ("", "Where a step's time goes")
+    yield from ("", f"Where a step's time goes: mean {duration(total)}, without the slowest and fastest {TRIMMED:.0%}")
     for phase in PHASES:
+        if phase is Phase.EXPOSED and not report.has_exposed:
+            yield f"  {phase.value:<22} {'-':>10} {'-':>6}"
+            continue
         share = mean[phase] / total
         yield f"  {phase.value:<22} {duration(mean[phase]):>10} {share:>6.1%}  {'#' * round(30 * share)}".rstrip()
     for line in report.timelines:

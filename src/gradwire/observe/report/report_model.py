@@ -27,7 +27,7 @@ from gradwire.observe.stragglers.detect import ready_times, stragglers_over_time
 from gradwire.observe.stragglers.steps import Phase, Span, StepTimes, spans
 from gradwire.runtime.rank_error import RankError
 
-_TRIMMED = 0.05
+TRIMMED = 0.05
 _TIMELINE_RANKS = 4
 _MOST_SHOWN = 100
 _KEPT_RINGS = 8
@@ -128,7 +128,7 @@ class RunReport:
 
     @property
     def has_exposed(self) -> bool:
-        """Whether it is recorded when ranks only wait."""
+        """Whether it is recorded when ranks only wait, and what they send."""
         return not any(step.backward_waits for rank in self.ranks for step in rank.steps)
 
     @property
@@ -143,9 +143,9 @@ class RunReport:
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes of the collectives of a step on one rank, on average."""
-        sizes = [one.nbytes for rank in self.ranks for one in rank.steps]
-        return sum(sizes) / len(sizes) if sizes else 0.0
+        """Bytes that a rank sends in a step by the best algorithms, on average; not known of torch's DDP: see `has_exposed`."""
+        steps = sum(len(rank.steps) for rank in self.ranks)
+        return sum(rank.sent for rank in self.ranks) / steps if steps else 0.0
 
     @property
     def begin(self) -> float:
@@ -177,7 +177,7 @@ def _step_rows(times: Mapping[int, Sequence[StepTimes]]) -> list[StepRow]:
 
 def _mean_phases(steps: Sequence[StepTimes]) -> dict[Phase, float]:
     """See Note [Steps that are shown]."""
-    cut = int(len(steps) * _TRIMMED)
+    cut = int(len(steps) * TRIMMED)
     kept = sorted(steps, key=lambda one: one.end - one.start)[cut : len(steps) - cut]
     totals = dict.fromkeys(PHASES, 0)
     for one in kept:

@@ -1,10 +1,14 @@
 """The model of a report, from rings that are made up."""
 
+import re
+
 import pytest
+import torch
 
 from gradwire.errors import UsageError
+from gradwire.observe.report.compare import compare_text
 from gradwire.observe.report.findings import find
-from gradwire.observe.report.rank_summary import TrafficKey
+from gradwire.observe.report.rank_summary import TrafficKey, sent_bytes_of
 from gradwire.observe.report.render import render_page, render_text
 from gradwire.observe.report.report_model import RunReport
 from gradwire.observe.report.suggest import measure
@@ -32,6 +36,23 @@ def test_bytes_are_counted_by_hook_and_collective(report):
     assert key == TrafficKey("mean()", "all_reduce", "world")
     assert (traffic.calls, traffic.nbytes) == (2 * 30 * 2, 2 * 30 * 2 * BUCKET)
     assert report.bytes_per_step == 2 * BUCKET
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sent_bytes_are_counted_as_those_of_collectives(size):
+    from gradwire import collectives
+    from gradwire.collectives.op import sent_bytes
+
+    t, parts = torch.zeros(4 * size), [torch.zeros(4) for _ in range(size)]
+    for op in (
+        collectives.all_reduce(t),
+        collectives.broadcast(t, src=0),
+        collectives.all_gather([torch.zeros(4 * size) for _ in range(size)], t),
+        collectives.reduce_scatter(parts[0], parts),
+        collectives.all_to_all_single(torch.zeros(4 * size), t),
+        collectives.barrier(),
+    ):
+        assert sent_bytes_of(op.kind.value, op.nbytes, size) == sent_bytes(op, 0, size)
 
 
 def test_the_late_rank_is_late_in_every_step(report):
@@ -139,7 +160,11 @@ def test_torchs_ddp_whose_backward_includes_the_wait():
     assert len(report.steps) >= 7
     assert not report.has_exposed
     assert "Backward includes the wait for averages" in [finding.title for finding in find(report)]
-    assert "Where a step's time goes" in render_text(report)
+    assert re.search(r"\n  exposed communication +- +-\n", render_text(report))
+    both = compare_text(report, report)
+    assert re.search(r"exposed communication +- +- +-\n.*\n  exposed share of it +- +- +-\n", both)
+    assert re.search(r"bytes sent per step +- +- +-\n", both)
+    assert max(map(len, both.splitlines())) <= 80
     assert "<span>exposed communication</span>" not in render_page(report)
     with pytest.raises(UsageError, match="torch's DDP waits inside its backward"):
         measure(report)
