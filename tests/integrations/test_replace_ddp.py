@@ -1,16 +1,19 @@
 """Scripts that were written for torch's DDP, on ours, unchanged."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import gradwire as gw
 from gradwire import observe
 from gradwire.cli import main, run
 from gradwire.hooks.named import NAMED_HOOKS
+from gradwire.integrations.verified_script import _digest
 from gradwire.launch.environment import VERIFY
 from gradwire.launch.run_script import python_command
 from gradwire.observe.step_digests import first_difference, read_digests
@@ -306,6 +309,20 @@ def test_what_is_written_of_a_script_that_is_verified(tmp_path: Path, warm_pytho
     assert embedding["gradients"] != embedding["parameters"]
     assert closed["gradients"]["used.bias"] not in (None, linear["gradients"]["used.bias"])
     assert found[0].models == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (70, 90)])
+def test_how_far_two_tensors_are_apart_is_seen_in_their_digests(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Also of one that is flipped, whose norm is the same."""
+    t = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=dtype)
+    state = torch.get_rng_state()
+    for other in (-t, 1.25 * t, t.clone()):
+        (_, norm, *mine), (_, _, *theirs) = _digest(t) or [], _digest(other) or []
+        expected = float((t - other).abs().double().norm())
+        assert math.dist(mine, theirs) == pytest.approx(expected, rel=0.5 if t.numel() > 16 else 0.01)
+        assert norm == pytest.approx(float(t.abs().double().norm()), rel=1e-6)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 WHOLE = """

@@ -1,12 +1,14 @@
 """What `gradwire run --verify-ddp` compares: digests of the steps of a script, a file per rank and a line per step. Without torch.
 
 A step is one of an optimizer that has parameters of a wrapped model. Its line has the digests of their gradients, taken before the
-step (after it, if gradients are computed in a closure), and of the parameters after it, each with the norm of the tensor.
+step (after it, if gradients are computed in a closure), and of the parameters after it, each with the norm of the tensor and a
+sketch: a few sums of its elements with random signs, the same in all runs. Two sketches are about as far apart as the tensors.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 from gradwire.observe.units import plural
 
 Digest = list[float] | None
-"""The digest and the norm of a tensor; None for a parameter without a gradient."""
+"""The digest, the norm and the sketch of a tensor; None for a parameter without a gradient."""
 _KINDS = {"gradients": "the gradient of {} in step {}", "parameters": "the parameter {} after step {}"}
 
 
@@ -57,10 +59,13 @@ def first_difference(
     """Where two runs differ first, in words; None if they are equal bit by bit. Unless both have `finished`, steps that only one
     of them has made do not count.
 
-    >>> steps = [{"gradients": {"w": None}, "parameters": {"w": [7, 2.0]}}]
-    >>> one, two = RankDigests(1, steps), RankDigests(1, [{"gradients": {"w": None}, "parameters": {"w": [8, 2.5]}}])
+    >>> steps = [{"gradients": {"w": None}, "parameters": {"w": [7, 2.0, 2.0]}}]
+    >>> one, two = (
+    ...     RankDigests(1, steps),
+    ...     RankDigests(1, [{"gradients": {"w": None}, "parameters": {"w": [8, 2.0, -2.0]}}]),
+    ... )
     >>> first_difference([one], [two], names=("A", "B"))
-    'the parameter w after step 1 on rank 0 (norm 2 with A, 2.5 with B: 0.2 apart, relatively)'
+    'the parameter w after step 1 on rank 0 (norm 2 with A, 2 with B, about 4 of the difference)'
     """
     both = [min(len(one.steps), len(two.steps)) for one, two in zip(a, b, strict=True)]
     for step in range(max(both)):
@@ -85,7 +90,7 @@ def _apart(a: Digest, b: Digest, names: tuple[str, str]) -> str:
         what = {True: "in the step", False: "not in the step"}
         texts = ("none" if one is None else what[bool(one)] for one in (a, b))
         return ", ".join(f"{text} with {name}" for text, name in zip(texts, names, strict=True))
-    (_, x), (_, y) = a, b
+    (_, x, *mine), (_, y, *theirs) = a, b
     norms = f"norm {x:.7g} with {names[0]}, {y:.7g} with {names[1]}"
-    largest = max(abs(x), abs(y))
-    return f"{norms}: {abs(x - y) / largest:.2g} apart, relatively" if largest and x != y else norms
+    apart = math.dist(mine, theirs) if len(mine) == len(theirs) else math.nan  # of another shape
+    return f"{norms}, about {apart:.2g} of the difference" if math.isfinite(apart) else norms

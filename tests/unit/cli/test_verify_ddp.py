@@ -15,7 +15,7 @@ MODEL = {"model": "Net"}
 
 def step(gradient, parameter=7):
     norm = float("nan") if gradient == 99 else 2.0
-    digest = None if gradient is None else [gradient, norm]
+    digest = None if gradient is None else [gradient, norm, -norm if gradient == 97 else norm]
     return {"gradients": {"w": digest, "b": [1, 1.0]}, "parameters": {"w": [parameter, 1.0], "b": [2, 1.0]}}
 
 
@@ -54,6 +54,10 @@ SAME = [[MODEL, step(1), step(99), step(None)]] * 2
             "the parameter w after step 2 on rank 1 (norm 1 with torch's",
         ),
         ([[MODEL, step(1), step(98), step(None)]] * 2, "the gradient of w in step 2 on rank 0 (norm nan with"),
+        (
+            [[MODEL, step(97), step(99), step(None)]] * 2,
+            "the gradient of w in step 1 on rank 0 (norm 2 with torch's class, 2 with gradwire's, about 4 of the difference)",
+        ),
         ([SAME[0], SAME[0][:-1]], "rank 1 makes 3 steps with torch's class and 2 steps with gradwire's"),
     ],
 )
