@@ -111,6 +111,8 @@ class Trait(Flag):
     """What it owes is a momentum and not a gradient, so it is dropped when a hook of another structure is set."""
     AVERAGES = auto()
     """It averages what it makes of the gradients, so `mean()` to its right in a chain is redundant."""
+    MATRICES = auto()
+    """It compresses parameters of two or more dimensions, so it does nothing to gradients that are given without shapes."""
 
     @staticmethod
     def of(*hooks: CommHook) -> Trait:

@@ -28,8 +28,8 @@ from gradwire.groups.c10d.work import C10dWork, CompletionPoller
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.work import Work
 from gradwire.groups.wrappers import GroupWrapper, TrackedWrapper
-from gradwire.hooks.arguments import check_hooks
-from gradwire.hooks.base import CommHook
+from gradwire.hooks.arguments import check_hooks, refuse_traits
+from gradwire.hooks.base import CommHook, Trait
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.dense import Mean
 from gradwire.interop.checkpointed_hook import CheckpointedHook
@@ -48,9 +48,15 @@ def check_gradient_hook(doing: str, hook: CommHook) -> None:
     check_hooks(doing, hook=hook)
     if hook.local:
         raise UsageError(
-            f"{doing}: {hook!r} averages parameters after the optimizer's step, of which a group knows nothing. Use "
-            "DistributedDataParallel or replicate(), or a hook that averages gradients."
+            f"{doing}: {hook!r} averages parameters after the optimizer's step, of which a group knows nothing. On a mesh, use "
+            "interop.outer_steps_on_shards; else DistributedDataParallel or replicate(), or a hook that averages gradients."
         )
+    flat = (
+        f"{hook!r} compresses matrices, but a group is given flat gradients without shapes, so it would send all of them whole, "
+        "and dion would not compute the direction of a step. Use dion, with optim.Dion, and power_sgd in "
+        "DistributedDataParallel or replicate(); here, power_sgd(rank, batched=True) makes a matrix of a flat gradient."
+    )
+    refuse_traits(doing, hook, {Trait.MATRICES: flat})
 
 
 class HookedGroup(CheckpointedHook, TrackedWrapper):

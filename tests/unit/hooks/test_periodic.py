@@ -144,6 +144,12 @@ def test_visible_belongs_inside_diloco() -> None:
         hooks.visible(torch.int8)
 
 
+def test_repr_of_sparse_loco_is_its_call() -> None:
+    hook = hooks.sparse_loco(every=5)
+    assert repr(hook) == "sparse_loco(every=5, outer_lr=1.0, decay=0.95, k=64, chunk=4096)"
+    assert eval(repr(hook), vars(hooks)) == hook
+
+
 def test_a_message_of_sparse_loco_is_141_times_smaller_than_diloco() -> None:
     spec, sparse, dense = bucket((4096, 100)), hooks.sparse_loco(), diloco(every=30)
     assert spec.nbytes / (sparse.outer_wire_bytes(spec, 2) or 0) == pytest.approx(141.2, abs=0.1)

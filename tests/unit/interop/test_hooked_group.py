@@ -20,11 +20,14 @@ from gradwire.hooks import (
     Turn,
     cast,
     chain,
+    dion,
     error_feedback,
     local_sgd,
     mean,
+    partition,
     power_sgd,
     quantize,
+    sparse_loco,
     top_k,
 )
 from gradwire.interop import HookedGroup, register_backend
@@ -359,6 +362,15 @@ def test_what_does_not_fit_is_refused():
         register_backend("hooked_twice", wrap=Recording, hook=Q8)
     with pytest.raises(UsageError, match=r"register_backend\('hooked_local', hook=...\): local_sgd"):
         register_backend("hooked_local", hook=local_sgd(every=2))
+    with pytest.raises(UsageError, match=r"On a mesh, use interop\.outer_steps_on_shards"):
+        register_backend("hooked_outer", hook=sparse_loco(every=5))
+    for flat in (dion(8), chain(error_feedback(), power_sgd(4)), partition({"bias": mean(), "*": dion(8)})):
+        with pytest.raises(
+            UsageError, match=r"register_backend\('hooked_flat', hook=...\): .*flat gradients.*optim\.Dion"
+        ):
+            register_backend("hooked_flat", hook=flat)
+        with pytest.raises(UsageError, match=r"batched=True"):
+            HookedGroup(inner, flat)
     group = HookedGroup(inner, Q8)
     part = group.split(0)
     assert isinstance(part, HookedGroup)

@@ -49,7 +49,7 @@ class LowRankMomentum(CommHook):
 
     made_by = "dion"
     dense_only = True
-    traits = Trait.REMEMBERS | Trait.CONTINUES | Trait.MOMENTUM
+    traits = Trait.REMEMBERS | Trait.CONTINUES | Trait.MOMENTUM | Trait.MATRICES
 
     def check(self, spec: BucketSpec) -> None:
         CommHook.check(self, spec)

@@ -142,7 +142,8 @@ class PowerSGD(CommHook):
 
     @property
     def traits(self) -> Trait:
-        return Trait.AVERAGES | Trait.CONTINUES if self.warm_start else Trait.AVERAGES
+        warm = Trait.CONTINUES if self.warm_start else Trait(0)
+        return Trait.AVERAGES | warm | (Trait(0) if self.batched else Trait.MATRICES)
 
     def plan(self, spec: BucketSpec) -> _Plan:
         return (_as_square if self.batched else _by_layer)(spec, self.rank, self.min_compression)

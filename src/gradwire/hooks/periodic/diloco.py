@@ -130,6 +130,10 @@ class DiLoCo(OuterHook):
         return f"DiLoCo({self.fragments}: {self.hook.structure})"
 
     def __repr__(self) -> str:
+        if self.made_by == "sparse_loco":
+            feedback: Any = self.hook
+            top, start = feedback.inner, f"sparse_loco(every={self.every}, outer_lr={self.outer_lr}"
+            return f"{start}, decay={feedback.decay}, k={top.k}, chunk={top.chunk})"
         streaming = () if self.made_by == "streaming_diloco" else ("fragments", "delay", "alpha")
         return self._call("made_by", *streaming)
 
@@ -169,7 +173,7 @@ def sparse_loco(
     smaller than DiLoCo's in float32; since it goes to all other ranks, 8 ranks send 35 times fewer bytes.
     """
     sparse = chain(error_feedback(decay=decay), chunked_top_k(k, chunk=chunk, bits=2))
-    return diloco(every=every, outer_lr=outer_lr, outer_momentum=0.0, hook=sparse)
+    return DiLoCo(every, outer_lr, 0.0, True, sparse, made_by="sparse_loco")
 
 
 @checks_arguments(fragments="[1, inf)", delay="[0, inf)", alpha="[0, 1)", **_OUTER)
