@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.errors import UsageError
@@ -82,7 +84,7 @@ class Dion(_PerParameter):
         model.set_hook(partition({"embedding.*": mean(), "*": dion(rank=64)}))
         Dion([{"params": matrices_and_vectors}, {"params": embedding.parameters(), "algorithm": "lion"}], lr=0.01)
 
-    Without the hook, a matrix would move along its plain gradient.
+    Without the hook a matrix moves along its plain gradient: in a world of several ranks the first such step warns.
 
     >>> p = torch.nn.Parameter(torch.ones(4, 1))
     >>> p.grad = torch.tensor([[0.5], [0.5], [-0.5], [0.5]])  # of unit length, as the hook returns it
@@ -90,6 +92,10 @@ class Dion(_PerParameter):
     >>> p.data.T
     tensor([[0.9000, 0.9000, 1.1000, 0.9000]])
     """
+
+    hook_ran: ClassVar[bool] = False
+    """Whether the hook has reduced a matrix in this process."""
+    _checked = False
 
     def __init__(
         self,
@@ -107,6 +113,9 @@ class Dion(_PerParameter):
 
     def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         if p.dim() > 1 and group["algorithm"] == "dion" and p.numel():
+            if not self._checked:
+                self._checked = True
+                self._warn_without_hook()
             p.add_(grad, alpha=-group["lr"] * math.sqrt(p.shape[0] / (p.numel() / p.shape[0])))
             return
         beta1, beta2 = group["betas"]
@@ -115,6 +124,15 @@ class Dion(_PerParameter):
             state["momentum"] = torch.zeros_like(p)
         p.add_(_sign(state["momentum"].lerp(grad, 1 - beta1)), alpha=-group["lr"])
         state["momentum"].lerp_(grad, 1 - beta2)
+
+    def _warn_without_hook(self) -> None:
+        if not Dion.hook_ran and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            warnings.warn(
+                "Dion makes its first step, but no gradient of a matrix was reduced by the hook dion(rank), which computes the "
+                "direction of the step: matrices move along their plain gradients. Call model.set_hook(hooks.dion(rank)) of "
+                'gw.DistributedDataParallel, or give matrices that the hook leaves out algorithm="lion".',
+                stacklevel=6,  # of step(), under two decorators of torch
+            )
 
 
 def _sign(t: Tensor) -> Tensor:

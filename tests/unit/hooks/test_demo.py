@@ -2,10 +2,12 @@
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.errors import UsageError, UsageTypeError
@@ -145,6 +147,30 @@ def test_dion_sends_two_thin_matrices_and_keeps_ranks_apart_in_momentum_only() -
     thin = torch.cat([torch.outer(torch.arange(64.0), torch.ones(32)).flatten(), torch.zeros(5 + 36)])
     values = torch.linalg.svdvals(simulate(hook, [thin] * 2, spec=spec).reduced[0].value[: 64 * 32].view(64, 32))
     assert values[:2].tolist() == pytest.approx([1, 0], abs=1e-4)
+
+
+def test_dion_without_its_hook_warns_once_where_there_are_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warned() -> list[str]:
+        p = torch.nn.Parameter(torch.zeros(2, 2))
+        optimizer = Dion([p])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                p.grad = torch.ones(2, 2)
+                optimizer.step()
+        return [str(w.message) for w in caught]
+
+    monkeypatch.setattr(Dion, "hook_ran", False)
+    assert warned() == []  # alone
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    assert [text[:30] for text in warned()] == ["Dion makes its first step, but"]
+    spec = bucket((5,))
+    simulate(dion(2), gradients(2, spec.numel), spec=spec)  # no matrix
+    assert len(warned()) == 1
+    spec = bucket((4, 4))
+    simulate(dion(2), gradients(2, spec.numel), spec=spec)
+    assert warned() == []
 
 
 def test_a_group_of_dion_may_be_left_to_lion() -> None:

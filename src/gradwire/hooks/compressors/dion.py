@@ -29,6 +29,7 @@ from gradwire.hooks.numerics.elementwise import drop_nonfinite_, wide
 from gradwire.hooks.numerics.orthogonal import keep_directions, orthonormal
 from gradwire.hooks.numerics.rng import named_generator
 from gradwire.hooks.state import Owed, bundle, pick
+from gradwire.optim import Dion
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class LowRankMomentum(CommHook):
         self.refuse_sparse(grad, turn.spec)
         if not state:
             return (yield from MEAN.reduce(grad, None, turn))
+        Dion.hook_ran = True
         spec, rest, label = turn.spec, self._rest(turn.spec), f"bucket {turn.spec.index}"
         flat = grad.to(wide(grad.dtype))
         views = spec.views(flat)
