@@ -139,6 +139,7 @@ import neighbor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+DDP(torch.nn.Linear(1, 1))
 model = DDP(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 model(torch.ones(3, 4)).sum().backward()
@@ -152,11 +153,14 @@ def test_its_steps_are_recorded_once(tmp_path: Path, warm_python: WarmPython) ->
     script = tmp_path / "script.py"
     script.write_text(OBSERVED)
     (tmp_path / "neighbor.py").touch()
-    env = {"GRADWIRE_RUN_DIR": str(tmp_path / "run"), "RANK": "0", "WORLD_SIZE": "1"}
+    env = {"GRADWIRE_RUN_DIR": str(tmp_path / "run"), "RANK": "0", "WORLD_SIZE": "1", "GRADWIRE_HOOK": "bf16"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "lo"}
     (done,) = warm_python.run_all([(CHAIN.format(script=str(script)),)], envs=[env], timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"gradwire.parallel.ddp __main__ {[str(script), '--lr', '1']} neighbor\n"
+    assert (
+        done.stderr.count("gradwire: DistributedDataParallel is gradwire's, with cast(torch.bfloat16) > mean()\n") == 1
+    )
     (ring,) = observe.read_rings(tmp_path / "run")
     assert ring.header["command"] == f"{script} --lr 1"
     kinds = [record.kind for record in ring.records]
