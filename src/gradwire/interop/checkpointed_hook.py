@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,19 @@ class CheckpointedHook:
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore a saved state, of the same shards. Every rank of the group calls it, between steps."""
-        self._runner.load_state_dict(saved, device=self._device)
+        self._load(saved, self._device)
+
+    def _load(self, saved: Mapping[str, Any], device: torch.device) -> None:
+        theirs, own = saved.get("rank", 0), self._runner.group.rank
+        # Then this rank has saved a state too. (A new rank loads that of rank 0.)
+        if theirs > own and saved.get("state"):
+            warnings.warn(
+                f"load_hook_state_dict of {self}: this is the state of rank {theirs} of the group, and this is rank {own}, so what "
+                "belongs to one rank alone is not loaded. torch.distributed.checkpoint keeps one rank's copy of a dict: pass the "
+                'object instead, dcp.save({"hook": hook}), or save a file for each rank.',
+                stacklevel=3,
+            )
+        self._runner.load_state_dict(saved, device=device)
 
     def state_dict(self) -> dict[str, Any]:
         """The same for `dcp.save({"hook": this, ...})`: under a key of this rank, as bytes, since a checkpoint is loaded into

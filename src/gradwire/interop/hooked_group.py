@@ -207,7 +207,7 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
         self._drain()
         cuda = torch.device("cuda") if torch.cuda.is_available() else None
         on_cuda = cuda is not None and self.inner.orders_streams(cuda)
-        self._runner.load_state_dict(saved, device=torch.device("cuda" if on_cuda else "cpu"))
+        self._load(saved, torch.device("cuda" if on_cuda else "cpu"))
         if "gradients" in saved:
             self._places.load(saved["gradients"])
 

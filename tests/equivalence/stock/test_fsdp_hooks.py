@@ -348,6 +348,23 @@ def test_a_tensor_of_another_length_is_one_unnamed_row() -> None:
     assert run_ranks(rank_main, 2) == [["4 elements", "6 elements", "a", "b"]] * 2
 
 
+@pytest.mark.parametrize("saved_by", [0, 1])
+def test_the_state_of_a_later_rank_is_loaded_with_a_warning(saved_by: int) -> None:
+    """As dcp keeps one rank's copy of a dict that all ranks save; a new rank may load that of rank 0."""
+
+    def rank_main(group: Group) -> None:
+        hook = as_fsdp_hook(LOSSY, group, named_parameters=[("a", torch.zeros(4))])
+        hook(torch.full((4,), 0.3))
+        hook.load_hook_state_dict({**hook.hook_state_dict(), "rank": saved_by})
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(rank_main, 2)
+    said = [str(w.message) for w in caught if "keeps one rank's copy of a dict" in str(w.message)]
+    assert len(said) == saved_by
+    assert all("the state of rank 1 of the group, and this is rank 0" in text for text in said)
+
+
 def test_a_hook_of_two_levels_is_told_of_hosts() -> None:
     """Values are narrow between hosts, but not inside each host."""
 
