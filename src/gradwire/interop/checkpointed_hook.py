@@ -33,6 +33,7 @@ class CheckpointedHook:
         self._load(saved, self._device)
 
     def _load(self, saved: Mapping[str, Any], device: torch.device) -> None:
+        self._runner.load_state_dict(saved, device=device)  # first: if one rank cannot load, all ranks raise
         theirs, own = saved.get("rank", 0), self._runner.group.rank
         # Then this rank has saved a state too. (A new rank loads that of rank 0.)
         if theirs > own and saved.get("state"):
@@ -42,7 +43,6 @@ class CheckpointedHook:
                 'object instead, dcp.save({"hook": hook}), or save a file for each rank.',
                 stacklevel=3,
             )
-        self._runner.load_state_dict(saved, device=device)
 
     def state_dict(self) -> dict[str, Any]:
         """The same for `dcp.save({"hook": this, ...})`: under a key of this rank, as bytes, since a checkpoint is loaded into
