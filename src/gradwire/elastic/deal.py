@@ -1,4 +1,4 @@
-"""`Deal`: the data of a run whose members change. A step takes the same samples whoever is there to compute them.
+"""`Deal`: the data of a run whose members change. A step has the same samples for any set of members.
 
 Note [Slots]
 The global batch of a step is divided into a fixed number of *slots*, micro-batches of one shape, and the members of a view share

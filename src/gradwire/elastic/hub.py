@@ -130,7 +130,10 @@ class Hub:
             try:
                 accepted, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                if self._listener.fileno() < 0:
+                    return  # closed
+                time.sleep(_PAUSE)  # too many open files, or a client that has gone again
+                continue
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection = Connection(accepted.detach())
             self._connections.add(connection)

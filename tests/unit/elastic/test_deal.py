@@ -1,4 +1,4 @@
-"""The data of an elastic run: each sample once, whoever is there, and few slots move when members change."""
+"""The data of an elastic run: each sample once, for any set of members, and few slots move when they change."""
 
 from __future__ import annotations
 

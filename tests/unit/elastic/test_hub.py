@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -112,6 +113,28 @@ def test_only_those_who_know_the_key_are_served(hub: Hub) -> None:
         assert mine.compare_set("x", "", "1") == "1"
         silent.close()
     mine.close()
+
+
+def test_a_hub_that_has_too_many_open_files_goes_on_when_it_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(socket.socket):
+        refused = 0
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self.refused < 2:
+                self.refused += 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    create = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda address: Full(fileno=create(address).detach()))
+    hub = Hub(tmp_path / "hub", key=KEY)
+    mine = client(hub)
+    assert mine.compare_set("x", "", "1") == "1"
+    mine.close()
+    hub.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("gradwire-hub")]
 
 
 def test_a_request_that_makes_no_sense_ends_its_connection_only(hub: Hub) -> None:

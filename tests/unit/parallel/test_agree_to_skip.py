@@ -1,4 +1,4 @@
-"""`agree_to_skip`: one rank skips, all do; whoever does not call is named, and training goes on."""
+"""`agree_to_skip`: one rank skips, all do; a rank that does not call is named, and training goes on."""
 
 from typing import Any
 

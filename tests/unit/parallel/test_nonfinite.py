@@ -294,6 +294,7 @@ def test_any_element_of_any_parameter_on_any_rank(on_host: bool, data: st.DataOb
 def test_huge_but_finite_gradients_pass(group: Group) -> None:
     ddp = DDP(nn.Linear(4, 4, bias=False), process_group=group, nonfinite=NonFinite.RAISE)
     (ddp(torch.ones(1, 4)).sum() * 2e38).backward()  # their sum is infinite
+    assert torch.equal(ddp.module.weight.grad, torch.full((4, 4), 2e38))
 
 
 def test_sparse_gradients(on_host: bool) -> None:
