@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what i
         testing,
     )
     from gradwire.collectives import Collective, OpKind, ReduceOp, Signature
+    from gradwire.elasticity.deal import Deal
     from gradwire.errors import (
         ClosedError,
         CollectiveMismatch,
@@ -71,7 +72,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what i
         register_kind,
     )
     from gradwire.interop import HookedGroup, as_process_group, from_process_group, register_backend
-    from gradwire.launch import init
+    from gradwire.launch import elastic, init
     from gradwire.parallel import Balance, DistributedDataParallel, DivergenceCheck, Replica, broadcast_coalesced
     from gradwire.parallel.replicate import replicate
 
@@ -88,7 +89,8 @@ _NAMES = {
     "groups": "C10dGroup Deadline Group GroupKind GroupWrapper HierarchicalGroup Latched MPIGroup NanCheck Recording "
     "SharedMemoryGroup ThreadGroup Verified Work WorkInfo register_kind",
     "interop": "HookedGroup as_process_group from_process_group register_backend",
-    "launch": "init",
+    "elasticity.deal": "Deal",
+    "launch": "elastic init",
     "parallel": "Balance DistributedDataParallel DivergenceCheck Replica broadcast_coalesced replicate",
 }
 _HOME = {name: layer for layer, names in _NAMES.items() for name in names.split()}
@@ -138,6 +140,7 @@ __all__ = [
     "CollectiveMismatch",
     "CollectiveTimeout",
     "Deadline",
+    "Deal",
     "DistributedDataParallel",
     "DivergenceCheck",
     "GradwireError",
@@ -174,6 +177,7 @@ __all__ = [
     "autograd",
     "broadcast_coalesced",
     "collectives",
+    "elastic",
     "errors",
     "events",
     "from_process_group",

@@ -112,7 +112,7 @@ def test_without_scikit_learn_there_are_no_digits(monkeypatch, capsys):
     [
         pytest.param("digits", "replicas", marks=pytest.mark.acceptance),  # scikit-learn is imported by both ranks
         ("text", "replicas"),
-        ("text-short", "replicas"),
+        pytest.param("text-short", "replicas", marks=pytest.mark.acceptance),
         ("text", "shards"),
     ],
 )

@@ -1,15 +1,14 @@
 """HierarchicalGroup on every kind of layout passes the suite that every group passes.
 
-With threads for both parts, so that many layouts can be tried in little time, and without a store; and with shared memory and
-gloo on hosts that are not alike. `test_groups.py` has two ranks on each of two hosts.
+With threads for both parts, so that many layouts can be tried in little time, and without a store. `test_groups.py` has shared
+memory and gloo, on hosts that are not alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
-from torch.distributed import PrefixStore
 
-from gradwire.groups import C10dGroup, Group, GroupWrapper, HierarchicalGroup, Recording, Verified
+from gradwire.groups import Group, HierarchicalGroup, Recording, Verified
 from gradwire.groups.hierarchical import Layout
 from gradwire.testing import check_group, check_names, run_ranks
 
@@ -40,19 +39,25 @@ LAYOUTS = {
     "2 + 2 + 2": Layout(((0, 3), (1, 4), (2, 5))),
 }
 """One for each trait: hosts that are not alike, in an order of their own; one rail; hosts of one rank; one host; three hosts, whose
-ranks are interleaved. `test_groups.py` has "2 + 2"."""
+ranks are interleaved."""
 
 
-MEMORY = ("layouts", "dtypes_without_arithmetic", "channels_last", "gaps", "leaves", "inference_tensors")
-"""`lower` makes plain tensors of what these pass, before it matters who is where. "2 + 2" runs them."""
-NAMES = tuple(name for name in check_names() if name not in MEMORY)
-
-DATA = NAMES[: NAMES.index("split")]
-"""The checks that depend on who is where: what reduces, moves and sends."""
-ONE_EACH = tuple(name for name in DATA if name not in ("many_in_flight", "large", "aliasing"))
-"""Those of one operation at a time, on little memory: three hosts take the steps of two, and hosts of one rank, or one host, those
-of one part."""
-LEADERS = tuple(name for name in DATA if name in ("aliasing", *ONE_EACH))
+LARGER = (
+    "many_in_flight",
+    "large",
+    "aliasing",
+    "layouts",
+    "dtypes_without_arithmetic",
+    "channels_last",
+    "gaps",
+    "leaves",
+)
+LISTS = ("inference_tensors", "reduce_scatter", "all_gather", "all_to_all")
+NAMES = check_names()[: check_names().index("split")]
+ONE_EACH = tuple(name for name in NAMES if name not in (*LARGER, *LISTS))
+"""The checks that depend on who is where: what reduces, moves and sends, one operation at a time, on little memory, not on lists:
+three hosts take the steps of two, and hosts of one rank, or one host, those of one part."""
+LEADERS = tuple(name for name in NAMES if name in ("aliasing", *ONE_EACH))
 
 SUBGROUPS = tuple(name for name in check_names() if name.startswith("split"))
 
@@ -68,32 +73,8 @@ def test_data_on_every_layout(name: str, names: tuple[str, ...]) -> None:
 
 def test_everything_without_a_store() -> None:
     layout = LAYOUTS["3 + 2"]
-    report = check_group(lambda fn: run_ranks(fn, layout.size, kind="threads", wrap=by(layout)), only=NAMES)
-    assert report.ran == NAMES
-
-
-class Discovered(GroupWrapper):
-    """A HierarchicalGroup that is found over a gloo group's store, in hosts of its own making; closes that group too."""
-
-    def __init__(self, world: C10dGroup, hosts: Sequence[str]) -> None:
-        store = PrefixStore("discovered", world._store)
-        super().__init__(
-            HierarchicalGroup.discover(store, world.rank, world.size, timeout=world.timeout, host=hosts[world.rank])
-        )
-        self.world = world
-
-    def split(self, color: int | None, key: int | None = None) -> Group | None:
-        return self.inner.split(color, key)
-
-    def close(self, timeout: float = 5.0) -> None:
-        super().close(timeout)
-        self.world.close(timeout=0)
-
-
-def test_shared_memory_and_gloo() -> None:
-    """On hosts of two ranks and of one, whose ranks are interleaved."""
-    report = check_group(lambda fn: run_ranks(fn, 3, kind="gloo", wrap=lambda g: Discovered(g, "aba")), only=ONE_EACH)
-    assert report.ran == ONE_EACH
+    report = check_group(lambda fn: run_ranks(fn, layout.size, kind="threads", wrap=by(layout)))
+    assert report.ran == check_names()
 
 
 @pytest.mark.parametrize("wrap", [Recording, Verified], ids=lambda wrap: wrap.__name__)

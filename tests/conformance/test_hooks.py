@@ -23,6 +23,7 @@ from gradwire.interop import as_torch_hook
 from gradwire.parallel import DistributedDataParallel
 from gradwire.reducer.hook.driver import Driver
 from gradwire.testing import check_hook, run_ranks, simulate
+from gradwire.testing.laws import pays_back
 from gradwire.testing.rank_laws import conserves, forks
 from gradwire.testing.simulate import one_parameter
 from helpers.laws import SHORT_LAWS
@@ -85,8 +86,9 @@ ALL: dict[str, CommHook] = {name: make() for name, make in ENDS.items()} | {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_every_hook_obeys_the_laws(name: str) -> None:
-    """On one rank except `pays_back`, which takes longest and is checked on one rank in random chains."""
-    check_hook(ALL[name], world_sizes=(3,))
+    """On one rank except `pays_back`, which takes longest: it is checked on two, and on other numbers in random chains."""
+    check_hook(ALL[name], world_sizes=(3,), laws=(*SHORT_LAWS, forks, conserves))
+    check_hook(ALL[name], world_sizes=(2,), laws=(pays_back,))
     check_hook(ALL[name], world_sizes=(1,), laws=SHORT_LAWS)
 
 
@@ -99,7 +101,7 @@ def test_every_hook_obeys_the_laws_under_error_feedback(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ENDS)
 def test_every_hook_obeys_the_laws_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
-    check_hook(ALL[name], world_sizes=(3,), dtype=dtype, laws=SHORT_LAWS)
+    check_hook(ALL[name], world_sizes=(2,), dtype=dtype, laws=SHORT_LAWS)
 
 
 def matrices(name: str, shape: tuple[int, ...]) -> bool:
@@ -154,7 +156,8 @@ OTHER_SETTINGS = [
 @pytest.mark.parametrize("hook", OTHER_SETTINGS, ids=repr)
 def test_other_settings_obey_the_laws(hook: CommHook) -> None:
     """Not on one rank, on which each kind of hook is checked above."""
-    check_hook(hook, world_sizes=(3,))
+    check_hook(hook, world_sizes=(3,), laws=(*SHORT_LAWS, forks, conserves))
+    check_hook(hook, world_sizes=(2,), laws=(pays_back,))
     check_hook(hook, world_sizes=(2,), dtype=BFLOAT16, laws=SHORT_LAWS)
 
 
@@ -265,7 +268,7 @@ chains = st.builds(
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=4)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(chain=chains, shapes=shapes, ranks=st.integers(1, 5), seed=st.integers(0, 999))
 @example(
     Chain(("cast to bfloat16", "random_k"), "quantize 2, stochastic", feedback=False), [(0,), (), (9, 6), ()], 5, 613
@@ -281,13 +284,17 @@ def test_random_chains_on_random_buckets_obey_the_laws(
 
 
 def test_every_hook_is_the_same_under_our_ddp_and_under_torchs(torch_world: Callable[..., Any]) -> None:
-    """Both have one bucket of all parameters, in the same order, so that hooks that work across parameters agree too."""
+    """Both have one bucket of all parameters, in the same order, so that hooks that work across parameters agree too. Under error
+    feedback one of each way to communicate: what it passes on does not depend on the hook."""
+    fed = {f"feedback, {name}" for name in ("mean", "quantize by layer", "power_sgd", "top_k", "every", "hierarchical")}
+    assert fed < set(ALL)
+    some = {name: hook for name, hook in ALL.items() if name in ENDS or name in fed}
 
     def rank_main(group: Group) -> dict[str, tuple[Tensor, Tensor]]:
         torch.set_num_threads(1)
         done = {}
         with torch_world(group, "gloo"):
-            for name, hook in ALL.items():
+            for name, hook in some.items():
                 ours = DistributedDataParallel(mlp(hidden=2, seed=0), process_group=group, bucket_cap_mb=100)
                 ours.set_hook(hook)
                 theirs = TorchDDP(mlp(hidden=2, seed=0), bucket_cap_mb=100)
@@ -299,7 +306,7 @@ def test_every_hook_is_the_same_under_our_ddp_and_under_torchs(torch_world: Call
         return done
 
     first, second = run_ranks(rank_main, 2, kind="gloo")
-    for name, hook in ALL.items():
+    for name, hook in some.items():
         if not hook.local:
             assert torch.equal(first[name][0], second[name][0]), f"{name}: ranks differ under our DDP"
             assert torch.equal(first[name][1], second[name][1]), f"{name}: ranks differ under torch's DDP"

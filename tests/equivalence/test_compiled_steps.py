@@ -60,7 +60,7 @@ def frames_of_steps(model: nn.Module) -> tuple[list[CodeType], list[Tensor]]:
 
 @pytest.mark.parametrize(
     "flags",
-    [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}],
+    [{}, {"gradient_as_bucket_view": True, "find_unused_parameters": True}, {"static_graph": True}],
     ids=lambda flags: " ".join(flags) or "plain",
 )
 @pytest.mark.filterwarnings("ignore")

@@ -1,7 +1,7 @@
 """Backwards in which gradients arrive in unusual ways, in every mode: the gradients of torch's own DDP, bit by bit.
 
 Undefined gradients (fused weight gradients, functions that return None), recomputed forwards and converted parameters.
-One world runs every program with every flag, first on torch's class, then on ours.
+A world runs a program with its flags, each first on torch's class, then on ours.
 """
 
 import contextlib
@@ -146,9 +146,12 @@ HALVES = (
 )
 
 
-def cases(programs: Iterable[str]) -> list[tuple[str, str]]:
+def with_flags(programs: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Every program with every flag, and every second one with each set of them."""
-    return [(program, flags) for number, program in enumerate(programs) for flags in HALVES[number % 2]]
+    return {program: HALVES[number % 2] for number, program in enumerate(programs)}
+
+
+FLAGS_OF = with_flags(PROGRAMS)
 
 
 def train(ddp: nn.Module, run: Run, rank: int, device: str = "cpu") -> list[list[Tensor | None]]:
@@ -172,14 +175,14 @@ def outcome(make: Callable[[], nn.Module], rank: int, whose: Any, program: str, 
         return f"{type(error).__name__}: {error}"
 
 
-def all_outcomes(rank: int, device: str = "cpu") -> dict[Any, Any]:
-    """(torch's, ours) by program and flags, in a world of torch's."""
-    done: dict[Any, Any] = {}
+def outcomes(program: str, rank: int, device: str = "cpu") -> dict[str, Any]:
+    """(torch's, ours) by flags, in a world of torch's."""
+    done: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for program, name in cases(PROGRAMS):
+        for name in FLAGS_OF[program]:
             ddps = [functools.partial(whose, **FLAGS[name]) for whose in (TorchDDP, DDP)]
-            done[program, name] = [outcome(PROGRAMS[program][0], rank, whose, program, device) for whose in ddps]
+            done[name] = [outcome(PROGRAMS[program][0], rank, whose, program, device) for whose in ddps]
     return done
 
 
@@ -221,20 +224,6 @@ def converted(rank: int, conversion: str, flags: dict[str, Any], *, before: bool
     return found[3:]
 
 
-@pytest.fixture(scope="module")
-def trained(torch_world: Callable[..., Any]) -> list[dict[Any, Any]]:
-    def rank_main(group: Group) -> dict[Any, Any]:
-        torch.set_num_threads(1)
-        with torch_world(group, "gloo"):
-            done = all_outcomes(group.rank)
-            for conversion, name in cases(CONVERSIONS):
-                flags = FLAGS[name]
-                done[conversion, name] = [converted(group.rank, conversion, flags, before=b) for b in (True, False)]
-        return done
-
-    return run_ranks(rank_main, 2, kind="gloo")
-
-
 def differences(torchs: list[list[Tensor | None]], ours: list[list[Tensor | None]]) -> list[tuple[int, int]]:
     """(step, parameter) of the gradients that are not the same bits."""
     return [
@@ -245,18 +234,27 @@ def differences(torchs: list[list[Tensor | None]], ours: list[list[Tensor | None
     ]
 
 
-@pytest.mark.parametrize(("program", "flags"), cases(PROGRAMS))
-def test_the_gradients_of_torchs_ddp(trained: list[dict[Any, Any]], program: str, flags: str) -> None:
-    for done in trained:
-        torchs, ours = done[program, flags]
-        assert not isinstance(torchs, str), torchs
-        assert not isinstance(ours, str), ours
-        assert differences(torchs, ours) == []
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_gradients_of_torchs_ddp(torch_world: Callable[..., Any], program: str) -> None:
+    def rank_main(group: Group) -> dict[str, Any]:
+        with torch_world(group, "gloo"):
+            return outcomes(program, group.rank)
+
+    for done in run_ranks(rank_main, 2, kind="gloo"):
+        for flags, (torchs, ours) in done.items():
+            assert not isinstance(torchs, str), (flags, torchs)
+            assert not isinstance(ours, str), (flags, ours)
+            assert differences(torchs, ours) == [], flags
 
 
-@pytest.mark.parametrize(("conversion", "flags"), cases(CONVERSIONS))
+@pytest.mark.parametrize(("conversion", "names"), with_flags(CONVERSIONS).items())
 def test_a_model_converted_after_wrapping_is_like_one_converted_before(
-    trained: list[dict[Any, Any]], conversion: str, flags: str
+    torch_world: Callable[..., Any], conversion: str, names: tuple[str, ...]
 ) -> None:
-    for done in trained:
-        assert differences(*done[conversion, flags]) == []
+    def rank_main(group: Group) -> dict[str, list[Any]]:
+        with torch_world(group, "gloo"):
+            return {n: [converted(group.rank, conversion, FLAGS[n], before=b) for b in (True, False)] for n in names}
+
+    for done in run_ranks(rank_main, 2, kind="gloo"):
+        for flags, (before, after) in done.items():
+            assert differences(before, after) == [], flags

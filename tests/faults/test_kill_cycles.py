@@ -11,8 +11,6 @@ import pytest
 from gradwire.groups.shared_memory.segment import default_directory
 from helpers.warm_python import WarmPython
 
-CYCLES = 40
-
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[str]:
@@ -27,17 +25,18 @@ def directory(tmp_path: Path) -> Iterator[str]:
         yield default_directory()
 
 
-def test_nothing_stays_and_nobody_hangs(directory: str, warm_python: WarmPython) -> None:
+@pytest.mark.parametrize("cycles", [20, pytest.param(100, marks=pytest.mark.acceptance)])
+def test_nothing_stays_and_nobody_hangs(directory: str, warm_python: WarmPython, cycles: int) -> None:
     program = Path(__file__).with_name("kill_cycles.py")
-    done = warm_python.run_file(program, directory, str(CYCLES), "1", timeout=300)
+    done = warm_python.run_file(program, directory, str(cycles), "1", timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     report = json.loads(done.stdout)
     assert report["problems"] == []
-    assert report["cycles"] == CYCLES
+    assert report["cycles"] == cycles
     ends = report["ends"]
-    assert ends["killed"] >= CYCLES
-    assert ends["death"] >= CYCLES / 20, ends  # some were killed at work
+    assert ends["killed"] >= cycles
+    assert ends["death"] >= cycles / 20, ends  # some were killed at work
     assert ends.get("late", 0) <= ends["death"] / 2, ends  # a loaded machine may delay some, not most
     if directory != default_directory():
         assert report["left"] == 0
@@ -83,16 +82,16 @@ def test_a_rank_that_dies_while_it_writes_to_the_store_hangs_nobody(
 
 PROGRAM = Path(__file__).with_name("kill_meetings.py")
 REPEAT = os.environ.get("KILL_MEETINGS_REPEAT", "1")
-RANKS = 5
-"""On two hosts, of which one has three. By itself, the program starts eight."""
 
 
 @pytest.mark.usefixtures("whole_exit")
+@pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.acceptance)])
 @pytest.mark.parametrize("kind", ["gloo", "split", "hierarchical", "shared_memory"])
-def test_all_survivors_name_the_rank(kind: str, warm_python: WarmPython) -> None:
-    options = ("--slack", "30", "--ranks", str(RANKS))  # a loaded machine breaks no limit
+def test_all_survivors_name_the_rank(kind: str, ranks: int, warm_python: WarmPython) -> None:
+    """On two hosts, of which one has more ranks, or both have several."""
+    options = ("--slack", "30", "--ranks", str(ranks))  # a loaded machine breaks no limit
     done = warm_python.run_file(PROGRAM, "--repeat", REPEAT, "--only", kind, *options, timeout=600)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["problems"] == []
-    assert sum(report["errors"].values()) == (RANKS - 1) * report["meetings"] > 0
+    assert sum(report["errors"].values()) == (ranks - 1) * report["meetings"] > 0

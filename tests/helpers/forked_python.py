@@ -1,6 +1,7 @@
 """`ForkedPython`: Popen for Python programs that start as forks of this process, which has imported torch: in milliseconds.
 
-For tests that start hundreds of ranks. This process must have no threads.
+For tests that start hundreds of ranks. This process must have no threads: one that holds a lock at a fork, as of an import, would
+never release it in the child.
 """
 
 import argparse
@@ -30,6 +31,7 @@ class ForkedPython(subprocess.Popen[bytes]):
         """Overrides how Popen starts a program; the order of its arguments is that of CPython 3.11 to 3.14."""
         pass_fds, env, process_group = how[3], how[5], how[-1]
         stdin, our_stdin, our_stdout, stdout, our_stderr, stderr = how[9:15]
+        assert threading.active_count() == 1, f"a fork of a process with threads: {threading.enumerate()}"
         sys.stdout.flush()
         sys.stderr.flush()
         launcher = os.getpid()
@@ -111,10 +113,10 @@ def _run(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-def launch() -> None:
+def launch(popen: Any = ForkedPython) -> None:
     """The main function of a launcher: `gradwire run` with the arguments in sys.argv, and ranks that are forks."""
     parser = argparse.ArgumentParser()
     run_command.add_parser(parser.add_subparsers())
     args = parser.parse_args(["run", *sys.argv[1:]])
     args.debug = False
-    sys.exit(run_command.run(args, popen=ForkedPython))
+    sys.exit(run_command.run(args, popen=popen))

@@ -6,7 +6,8 @@ the hub: to be slow, or cut off, or without a hub for a while, is the same as to
 fail and any process may be taken for gone, until it heals; and what a restart of the hub adds is a request that was carried out
 without the sender's knowledge, which is repeated. A member that dies before it has sent its gradients is to the others like one
 whose averages come late, so here they are sent at once; and one that is frozen and has not published yet is like one that is slow,
-so here it publishes at once. In the story of a violation, names may be exchanged between two events: see `alike`.
+so here it publishes at once. Records are set once, so one that looks at an old state of the hub is slow too. In the story of
+a violation, names may be exchanged between two events: see `alike`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from gradwire.elastic.machine import (
+from gradwire.elasticity.machine import (
     Abort,
     Commit,
     Drop,
@@ -95,6 +96,7 @@ class Limits:
     restarts: int = 0
     views: int = 1
     """How many groups in succession may fail although all their members are alive."""
+    min_ranks: int = 1
 
 
 class Search:
@@ -106,8 +108,8 @@ class Search:
         self.elects = elects
         names = [f"r{i}" for i in range(limits.ranks)]
         first = View(0, tuple(names), 0)
-        begun = [Process(kind(name, first, MemberPhase.OPEN, holds=True)) for name in names]
-        begun += [Process(kind(f"j{i}")) for i in range(limits.joiners)]
+        begun = [Process(kind(name, first, MemberPhase.OPEN, holds=True, min_ranks=limits.min_ranks)) for name in names]
+        begun += [Process(kind(f"j{i}", min_ranks=limits.min_ranks)) for i in range(limits.joiners)]
         given = frozenset((first, 0, "average", name) for name in names)
         self.first = World(tuple(begun), (Hub((first,)),), given, limits.crashes, limits.leaves, None, limits.cuts,
                            limits.restarts)  # fmt: skip
@@ -120,22 +122,23 @@ class Search:
         """How many worlds there are; raises Violation with the way to the first bad one."""
         came_from: dict[World, tuple[World, str] | None] = {self.first: None}
         queue = deque([self.first])
+        at: World | None = self.first
         try:
             while queue:
-                world = queue.popleft()
-                end = True
-                for what, after in self.actions(world):
-                    end = False
-                    after = forget(after) if self.elects else alike(forget(after))
+                at = world = queue.popleft()
+                same = forget if self.elects else lambda world: alike(forget(world))
+                actions = [(what, same(after)) for what, after in self.actions(world)]
+                if all(after == world for _, after in actions):
+                    self.check_end(world)  # faults may come, but they need not
+                for what, after in (*actions, *((what, same(after)) for what, after in self.faults(world))):
                     if after not in came_from:
                         came_from[after] = (world, what)
+                        at = after
                         self.check(after)
+                        at = world
                         queue.append(after)
-                if end:
-                    self.check_end(world)
-        except (Violation, AssertionError) as error:
+        except AssertionError as error:
             story = [f"{error}"]
-            at: World | None = after if isinstance(error, Violation) and not end else world
             while at is not None and came_from[at] is not None:
                 at, what = came_from[at]  # type: ignore[misc]
                 story.append(what)
@@ -148,7 +151,7 @@ class Search:
         for i, process in enumerate(world.processes):
             if process.alive and process.member.phase is not MemberPhase.OUT:
                 yield from self._member_acts(world, i, process)
-        yield from self._environment(world)
+        yield from self._detected(world)
 
     def _member_acts(self, world: World, i: int, process: Process) -> Iterator[tuple[str, World]]:
         me, member, view = process.member.me, process.member, process.member.view
@@ -165,17 +168,22 @@ class Search:
                         after, reaction = process, member.voted(view.epoch, change=any(k == "change" for k, _ in done))
                     if reaction != (member, ()):
                         yield f"{me}: the {kind} of step {step} ends", self._react(world, i, after, reaction)
+            for earlier in {c[0] for c in world.contributed if c[0].epoch < view.epoch and me in c[0].members}:
+                reaction = member.voted(earlier.epoch, change=False)
+                if reaction != (member, ()):
+                    yield f"{me}: a vote of view {earlier.epoch} ends", self._react(world, i, process, reaction)
         yield from self._at_hub(world, i, process)
 
     def _computes(self, world: World, i: int, process: Process) -> Iterator[tuple[str, World]]:
         member, view, me = process.member, process.member.view, process.member.me
         assert view is not None
-        if not member.computing:
-            return
         donor = self._donor(world, view)
-        if not member.holds and donor is not None:
+        if not member.holds and donor is not None and member.received() != (member, ()):
+            # Perhaps late, as above.
             received = process._replace(history=donor.history)
             yield f"{me} receives the state", self._react(world, i, received, member.received())
+        if not member.computing:
+            return
         if any(not self._with_me(world, process, p) for p in world.processes if p.member.me in view.members):
             yield f"{me}: its group fails", self._react(world, i, process, member.lost(view.epoch))
 
@@ -192,7 +200,7 @@ class Search:
         )
         theirs, mine = other.member.epoch, me.member.epoch
         aborted = theirs > mine or (theirs == mine and not other.member.computing)
-        return other.alive and not split and not aborted
+        return other.alive and other.member.phase is not MemberPhase.OUT and not split and not aborted
 
     def _at_hub(self, world: World, i: int, process: Process) -> Iterator[tuple[str, World]]:
         me, member, hub = process.member.me, process.member, world.hubs[process.hub]
@@ -215,25 +223,29 @@ class Search:
         if reaction != (member, ()):
             yield f"{me} looks", self._react(world, i, process, reaction)
 
-    def _environment(self, world: World) -> Iterator[tuple[str, World]]:
+    def _detected(self, world: World) -> Iterator[tuple[str, World]]:
         names = {m for p in world.processes if p.member.view is not None for m in p.member.view.members}
+        for process in world.processes:
+            name, ended = process.member.me, not process.alive or process.member.phase is MemberPhase.OUT
+            for h, hub in enumerate(world.hubs):
+                if (ended or self._cut_off(world, h, name)) and name not in hub.gone and name in names:
+                    yield f"hub {h}: {name} is gone", put_hub(world, h, hub._replace(gone=hub.gone | {name}))
+                elif not ended and world.cut is None and name in hub.gone:
+                    yield f"hub {h}: {name} is back", put_hub(world, h, hub._replace(gone=hub.gone - {name}))
+        if world.cut is not None:
+            yield "the cut heals", world._replace(cut=None)
+
+    def faults(self, world: World) -> Iterator[tuple[str, World]]:
         for i, process in enumerate(world.processes):
             name, phase = process.member.me, process.member.phase
             if process.alive and phase is not MemberPhase.OUT and world.crashes:
                 yield f"{name} dies", put(world._replace(crashes=world.crashes - 1), i, process._replace(alive=False))
-            if process.alive and process.member.computing and world.leaves and not process.member.leaving:
+            in_view = process.alive and phase not in (MemberPhase.OUT, MemberPhase.LOBBY)
+            if in_view and world.leaves and not process.member.leaving:
                 told = process._replace(member=process.member.leave()[0])
                 yield f"{name} is told to leave", put(world._replace(leaves=world.leaves - 1), i, told)
-            for h, hub in enumerate(world.hubs):
-                away = not process.alive or self._cut_off(world, h, name)
-                if away and name not in hub.gone and name in names:
-                    yield f"hub {h}: {name} is gone", put_hub(world, h, hub._replace(gone=hub.gone | {name}))
-                elif process.alive and world.cut is None and name in hub.gone:
-                    yield f"hub {h}: {name} is back", put_hub(world, h, hub._replace(gone=hub.gone - {name}))
         if world.cuts:
             yield "the network is cut", world._replace(cut=frozenset(), cuts=world.cuts - 1)
-        if world.cut is not None:
-            yield "the cut heals", world._replace(cut=None)
 
     def _cut_off(self, world: World, hub: int, name: str) -> bool:
         return world.cut is not None and (not world.cut or (name in world.cut) != bool(hub))
@@ -258,9 +270,24 @@ class Search:
                 standing = one.epoch, member.me, one.standing
                 world = put_hub(world, process.hub, hub._replace(standings=hub.standings | {standing}))
             elif isinstance(one, Propose):
+                assert one.view.epoch < 12, "views follow one another without end"
                 process = process._replace(todo=one)
+            elif isinstance(one, Stop) and not self.limits.cuts:  # in a cut, a member may be taken for dead
+                assert member.leaving, f"{member.me} is alive, and the others go on without it"
+                hub = world.hubs[process.hub]
+                view, standings = (
+                    hub.board(member.epoch).next,
+                    [s.step for e, _, s in hub.standings if e == member.epoch],
+                )
+                committed = max(standings) if view is None else view.step
+                missing = member.holds and len(process.history) < committed
+                assert not missing, f"{member.me} leaves without step {committed - 1}, which others have committed"
+            elif isinstance(one, Enter):
+                assert member.holds != (member.me in one.view.fresh), (
+                    f"{member.me} holds the state: {member.holds}; {one}"
+                )
             else:
-                assert isinstance(one, Abort | Enter | Stop)
+                assert isinstance(one, Abort | Stop)
         if member.computing and member.holds and member.step < self.limits.steps:
             assert member.view is not None
             world = contribute(world, member.view, member.step, "average", member.me)
@@ -276,12 +303,18 @@ class Search:
                 raise Violation(f"{process.member.me} has committed {process.history}, and another {longest}")
 
     def check_end(self, world: World) -> None:
-        """Nothing more can happen: all survivors have committed all steps, and whatever a dead one had."""
-        alive = [p for p in world.processes if p.alive and p.member.phase not in (MemberPhase.OUT, MemberPhase.LOBBY)]
-        if self.elects or not any(p.member.holds for p in alive):
+        """Nothing more happens by itself: all survivors have committed all steps, and whatever a dead one had; or they are too
+        few, and none of them was told to leave, unless it alone has the state."""
+        alive = [p for p in world.processes if p.alive and p.member.phase is not MemberPhase.OUT]
+        members = [p for p in alive if p.member.phase is not MemberPhase.LOBBY]
+        holders = [p for p in members if p.member.holds]
+        if self.elects or not holders:
+            assert self.elects or not members or world.crashes < self.limits.crashes, "nobody has the state any more"
             return
-        for process in alive:
-            if len(process.history) < self.limits.steps:
+        few = len(alive) < self.limits.min_ranks
+        for process in members:
+            unfinished = len(process.history) < self.limits.steps
+            if unfinished and (not few or (process.member.leaving and holders != [process])):
                 raise Violation(
                     f"{process.member.me} is stuck {process.member.phase.value} after {process.member.step} steps"
                 )

@@ -18,7 +18,7 @@ from gradwire.launch.environment import VERIFY
 from gradwire.launch.run_script import python_command
 from gradwire.observe.step_digests import first_difference, read_digests
 from gradwire.recorder.format import RecordKind
-from helpers.warm_python import WarmPython
+from helpers.warm_python import GRADWIRE_RUN, WarmPython
 from helpers.warm_ranks import run_script
 
 SCRIPT = """
@@ -342,11 +342,15 @@ for step in range(9):
 """
 
 
-def test_a_script_is_verified_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_script_is_verified_on_two_ranks(tmp_path: Path, warm_python: WarmPython) -> None:
     (tmp_path / "script.py").write_text(WHOLE)
-    assert main(["run", "-n", "2", "--verify-ddp", "4", "--no-record", str(tmp_path / "script.py")]) == 0
-    last = capfd.readouterr().err.splitlines()[-1]
-    assert last == "gradwire run: bitwise equal: 2 parameters and their gradients in 4 steps on 2 ranks"
+    options = ("-n", "2", "--verify-ddp", "4", "--no-record", str(tmp_path / "script.py"))
+    done = warm_python.run(GRADWIRE_RUN, *options, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stderr.splitlines()[-1]
+        == "gradwire run: bitwise equal: 2 parameters and their gradients in 4 steps on 2 ranks"
+    )
 
 
 def test_how_a_script_that_is_verified_is_started(

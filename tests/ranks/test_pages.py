@@ -113,6 +113,16 @@ def test_an_example_trains_on_two_ranks(name: str, warm_python: Any, monkeypatch
     assert re.search(EXPECTED[name], done.stdout.strip().splitlines()[-1])
 
 
+def test_the_example_of_an_elastic_run_trains(monkeypatch: Any, tmp_path: Path) -> None:
+    """Its launcher has a thread, so it cannot fork."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    words = ["--nproc", "2", "--no-prefix", "--elastic", "1:2", str(ROOT / "examples" / "elastic.py"), "1.25"]
+    command = [sys.executable, "-m", "gradwire", "run", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"step 40: loss 0\.\d+\n$", done.stdout)
+
+
 def test_the_example_of_a_slow_rank_trains(warm_python: Any, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     words = [str(ROOT / "examples" / "slow_rank.py"), "--steps", "3", "--data", "0"]
@@ -183,6 +193,7 @@ dist.destroy_process_group()
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.acceptance
 def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],

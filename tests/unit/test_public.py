@@ -57,10 +57,20 @@ def test_pages_point_at_what_is_there(page):
         assert (ROOT / path).exists(), path
 
 
-def test_anchors_in_the_readme_exist():
-    for page, anchor in re.findall(r"\]\(([\w/]+\.md)#([\w-]+)\)", README):
-        headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.M)
-        assert anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, (page, anchor)
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+
+
+def test_links_lead_to_pages_and_headings_that_exist() -> None:
+    """Also in the site, whose build `make acceptance` checks."""
+    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for target, anchor in re.findall(r"\]\(([^)#\s:]*)(?:#([\w-]+))?\)", prose(page)):
+            there = page.parent / target if target else page
+            assert there.exists(), (page, target)
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$|<a name=\"(.*)\">", prose(there), re.M)
+                slugs = {re.sub(r"[^\w -]", "", h or name).lower().replace(" ", "-") for h, name in headings}
+                assert anchor in slugs, (page, anchor)
 
 
 DOCS = Path(__file__).parents[2] / "docs"

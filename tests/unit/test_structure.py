@@ -75,6 +75,7 @@ def test_functions_have_few_parameters() -> None:
         ("gradwire.groups.hierarchical.group", "discover"),
         ("gradwire.groups.shared_memory.group", "__init__"),
         ("gradwire.hooks.periodic.diloco", "streaming_diloco"),
+        ("gradwire.launch.elastic_entry", "elastic"),
         ("gradwire.parallel.ddp", "__init__"),
         ("gradwire.parallel.replicate", "replicate"),
         ("gradwire.testing.laws", "check_hook"),

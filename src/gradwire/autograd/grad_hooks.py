@@ -90,6 +90,10 @@ class GradHooks:
             or _accumulator(self._parameters[0]) not in self.accumulators
         )
 
+    def displaced(self) -> list[int]:
+        """Parameters that have other accumulators than those with hooks: of a part that was converted, and converted back."""
+        return [i for i, p in enumerate(self._parameters) if _accumulator(p) not in self.accumulators]
+
     def select(self, indices: Collection[int]) -> None:
         """Call for the gradients of these parameters only, from now on, also in a backward that is running."""
         self._selected[:] = bytes(len(self._selected))

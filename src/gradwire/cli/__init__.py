@@ -24,6 +24,7 @@ from gradwire.errors import GradwireError, UsageError
 COMMANDS: Mapping[str, str] = {
     "demo": "train a small transformer data-parallel on this machine",
     "doctor": "find what is wrong with this machine, and how to fix it",
+    "hub": "serve the records of an elastic run of several hosts",
     "inspect": "show where every rank is, and which one the others wait for",
     "report": "make a page about a run: where its time went, what to look at",
     "run": "start a script on several ranks of this machine",

@@ -15,23 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.cli.arguments import at_least, positive
+from gradwire.cli.elastic_options import add_elastic, check_elastic, elastic_plan, elastic_variables
 from gradwire.cli.verify_ddp import verify_ddp
 from gradwire.errors import UsageError
 from gradwire.launch.display import Picture, find_terminal
-from gradwire.launch.environment import (
-    CHECK_DIVERGENCE,
-    HOOK,
-    NONFINITE,
-    RUN_DIRECTORY,
-    LocalWorld,
-    rank_environment,
-)
-from gradwire.launch.preload import PreloadedPython
+from gradwire.launch.environment import CHECK_DIVERGENCE, HOOK, NONFINITE, RUN_DIRECTORY, LocalWorld, rank_environment
+from gradwire.launch.preload import ELASTIC, PreloadedPython
 from gradwire.launch.preload_check import source_of, why_not_preload
 from gradwire.launch.process import Start
 from gradwire.launch.run_script import python_command
 from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.supervise import LaunchSpec, supervise
+from gradwire.launch.supervise_elastic import supervise_elastic
 from gradwire.launch.world import Address
 from gradwire.observe.hangs.analysis import SOFT_DEADLINE
 from gradwire.observe.hangs.hang_watch import HangWatch
@@ -46,7 +41,7 @@ _SEVERAL_HOSTS = (
 _HINTS = {
     **dict.fromkeys(["--node-rank", "--master-addr", "--master-port"], _SEVERAL_HOSTS),
     **dict.fromkeys(["--rdzv-endpoint", "--rdzv-backend", "--rdzv-id", "--rdzv-conf"], _SEVERAL_HOSTS),
-    "--max-restarts": "gradwire run does not restart ranks. Use torchrun: gw.init() works under it",
+    "--max-restarts": "Ranks are replaced with --elastic MIN:MAX, for scripts that use gw.elastic()",
     "--no-python": "gradwire run starts Python scripts, and modules with -m. Use torchrun: gw.init() works under it",
     **dict.fromkeys(
         ["--redirects", "--tee", "-r", "-t"], "All output is shown; --log-dir DIR writes it to files as well"
@@ -74,6 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     parser.set_defaults(hints=_HINTS)
     _add_starting(parser)
+    add_elastic(parser)
     _add_recording(parser)
     _add_checks(parser)
     # One argument for both, not REMAINDER, from which argparse drops a first "--".
@@ -196,6 +192,7 @@ def _launch(
     cpus = len(os.sched_getaffinity(0))
     size = _ranks(args.nproc)
     picture, stats = _view(args)
+    check_elastic(args, size)
     recorded = _run_directory(args, words[0])
     with ExitStack() as stack:
         private = create()
@@ -210,30 +207,35 @@ def _launch(
         world = LocalWorld(size, name_of(private), Address(LOOPBACK, store.port), cpus)
         checks = {NONFINITE: args.nonfinite, CHECK_DIVERGENCE: args.check_divergence, HOOK: args.hook}
         chosen = {name: str(value) for name, value in checks.items() if value is not None}
-        extra = {**recorded, **chosen, **variables, **dict(args.env)}
+        plan = elastic_plan(args, Path(errors))
+        if plan is not None and plan.hub is not None:
+            stack.callback(plan.hub.close)
+        extra = {**recorded, **chosen, **variables, **elastic_variables(plan), **dict(args.env)}
         base = {name: value for name, value in os.environ.items() if name != RUN_DIRECTORY}  # of a run around this one
         command = [sys.executable, *options, *(["-m"] if args.module else []), *words]
-        environments = [rank_environment(base, extra, rank, world) for rank in range(size)]
+        environments = [rank_environment(base, extra, rank, world) for rank in range(size + args.spares)]
+        for spare in environments[size:]:
+            spare.update(dict.fromkeys(("GRADWIRE_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(environments))))
         cold = "--no-preload" if args.no_preload or popen is not subprocess.Popen else _why_not_preload(args, words[0])
         folder = os.getcwd() if args.module else os.path.dirname(os.path.realpath(words[0]))
-        return supervise(
-            LaunchSpec(
-                command,
-                environments,
-                preload=None if cold else PreloadedPython(command, environments, directory=folder),
-                cold=cold,
-                grace=args.timeout,
-                prefix=not args.no_prefix,
-                log_dir=args.log_dir,
-                store=store,
-                directory=None if ranks is None else ranks.directory,
-                errors=Path(errors),
-                watch=None if ranks is None else HangWatch(ranks, deadline=args.hang_after),
-                popen=popen,
-                monitor=None if ranks is None else RunMonitor(ranks, size=size, stats=stats),
-                picture=picture,
-            )
+        modules = None if plan is None else ELASTIC
+        spec = LaunchSpec(
+            command,
+            environments,
+            preload=None if cold else PreloadedPython(command, environments, directory=folder, modules=modules),
+            cold=cold,
+            grace=args.timeout,
+            prefix=not args.no_prefix,
+            log_dir=args.log_dir,
+            store=store,
+            directory=None if ranks is None else ranks.directory,
+            errors=Path(errors),
+            watch=None if ranks is None else HangWatch(ranks, deadline=args.hang_after),
+            popen=popen,
+            monitor=None if ranks is None else RunMonitor(ranks, size=size, stats=stats),
+            picture=picture,
         )
+        return supervise(spec) if plan is None else supervise_elastic(spec, plan)
 
 
 def _why_not_preload(args: argparse.Namespace, script: str) -> str:

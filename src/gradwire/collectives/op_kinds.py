@@ -149,7 +149,6 @@ class OpFields:
     scope: Scope = Scope.WORLD
 
 
-# -- dtypes: one table for every group -----------------------------------------------------------------------------------
 # torch has dtypes that only hold bits (float4, float8_e8m0fnu, bits8): they are moved and not reduced. Others it cannot even copy
 # (int4), or they mean nothing without metadata (quint8's scale): no collective takes those.
 

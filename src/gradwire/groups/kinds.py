@@ -143,9 +143,6 @@ def default_kind(size: int, local_size: int | None) -> str:
     return next(kind.name for kind in (*reversed(others), *_OWN) if kind.default_when(size, local_size))
 
 
-# -- gradwire's own ------------------------------------------------------------------------------------------------------
-
-
 def _threads(store: Any, rank: int, size: int, *, timeout: float, name: str) -> Group:
     if size == 1:
         return ThreadGroup.world(1, timeout=timeout, name=name)[0]

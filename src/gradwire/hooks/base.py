@@ -156,8 +156,6 @@ class HookState:
         """
         return None if self.remembers else []
 
-    # -- steps that are dropped, and ranks that leave or join ----------------------------------------------------------
-
     def fork(self, state: Any) -> Fork:
         """The way back to this state, before a step that may be dropped: its `drop()` restores all that the state consists of."""
         return Fork(state)

@@ -55,7 +55,7 @@ class Fork:
         for container, contents in self._contents:
             _put(container, contents)
         for tensor, alias in zip(self._tensors, self._aliases, strict=True):
-            if tensor.data_ptr() != alias.data_ptr():
+            if _place(tensor) != _place(alias):
                 tensor.data = alias
         if self._copies:
             torch._foreach_copy_(self._copied, self._copies)
@@ -64,7 +64,7 @@ class Fork:
     def _unchanged(self) -> bool:
         """Whether the state consists of the same objects in the same memory."""
         return all(_same(contents, _contents(container)) for container, contents in self._contents) and all(
-            tensor.data_ptr() == alias.data_ptr() for tensor, alias in zip(self._tensors, self._aliases, strict=True)
+            _place(tensor) == _place(alias) for tensor, alias in zip(self._tensors, self._aliases, strict=True)
         )
 
     def _walk(self) -> None:
@@ -115,7 +115,12 @@ def _contents(value: Any) -> dict[Any, Any] | None:
         return dict(enumerate(value))
     kind: Any = type(value)
     usual = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
-    return attributes(value) if usual and not hasattr(kind, "__deepcopy__") else None
+    usual = usual and not hasattr(kind, "__deepcopy__") and not isinstance(value, dict | list)
+    return attributes(value) if usual else None
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _put(container: Any, contents: dict[Any, Any]) -> None:

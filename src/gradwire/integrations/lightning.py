@@ -51,8 +51,6 @@ class GradwireStrategy(DDPStrategy):
         self._last_state: dict[str, Any] | None = None
         """Of this rank, when fitting had ended and the model was unwrapped."""
 
-    # -- the model -----------------------------------------------------------------------------------------------------
-
     def setup_distributed(self) -> None:
         """As in DDPStrategy, with gradwire's backend known to torch."""
         if self._process_group_backend == "gradwire" and not dist.is_backend_available("gradwire"):
@@ -79,8 +77,6 @@ class GradwireStrategy(DDPStrategy):
             self.model.set_hook(self.hook)
         elif self._ddp_comm_hook is not None:
             _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """As in DDPStrategy, with the hook's states, unless only the weights are saved. Every rank calls it."""

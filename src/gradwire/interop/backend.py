@@ -32,11 +32,7 @@ Wrap = Callable[[Group], Group]
 
 
 def register_backend(
-    name: str = "gradwire",
-    *,
-    kind: str | BuildGroup = "gloo",
-    wrap: Wrap | None = None,
-    hook: CommHook | None = None,
+    name: str = "gradwire", *, kind: str | BuildGroup = "gloo", wrap: Wrap | None = None, hook: CommHook | None = None
 ) -> None:
     """Make `dist.init_process_group(name)` and `dist.new_group(backend=name)` create gradwire groups.
 

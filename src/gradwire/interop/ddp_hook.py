@@ -156,8 +156,6 @@ class TorchDdpHook:
     def __deepcopy__(self, memo: object) -> TorchDdpHook:
         return self  # like a function: copies of DDP, as torch's AveragedModel makes them, hold the same hook
 
-    # -- between steps ---------------------------------------------------------------------------------------------------
-
     def hook_state_dict(self) -> dict[str, Any]:
         """The hook's state on this rank, by parameter name: see `Replica.hook_state_dict`."""
         return self._begin().state_dict()

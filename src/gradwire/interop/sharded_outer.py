@@ -56,10 +56,7 @@ class ShardedOuterSteps(CheckpointedHook):
 
 
 def outer_steps_on_shards(
-    hook: CommHook,
-    group: Group,
-    named_parameters: Iterable[tuple[str, Tensor]],
-    *optimizers: torch.optim.Optimizer,
+    hook: CommHook, group: Group, named_parameters: Iterable[tuple[str, Tensor]], *optimizers: torch.optim.Optimizer
 ) -> ShardedOuterSteps:
     """Run the outer steps of `hook`, such as `diloco`, on an FSDP2 model after the steps of `optimizers`.
 

@@ -20,11 +20,18 @@ HOOK = "GRADWIRE_HOOK"
 """The variable that names the hook of models that take the place of torch's."""
 VERIFY = "GRADWIRE_VERIFY_DDP"
 """The variable of ranks whose steps are compared: the class, the number of steps, and the directory, separated by colons."""
+HUB, HUB_KEY, MEMBER = "GRADWIRE_HUB", "GRADWIRE_HUB_KEY", "GRADWIRE_MEMBER"
+ELASTIC, STARTERS = "GRADWIRE_ELASTIC", "GRADWIRE_STARTERS"
+"""The variables of an elastic run: the address of its hub, the key in hexadecimal digits, the id of the process, the least and the
+largest number of ranks (2:8), and for how many processes the first view waits; unset for those that come later."""
 SHM_DIRECTORY, SHM_ROOM = "GRADWIRE_SHM_DIRECTORY", "GRADWIRE_SHM_ROOM"
 """The variables for the location and the maximum size of shared memory."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_OTHERS = ("TORCHELASTIC_", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
-"""How the names of variables begin that an outer torchrun would have set."""
+_OTHERS = (
+    *("TORCHELASTIC_", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    *(HUB, MEMBER, ELASTIC, STARTERS),
+)
+"""How the names of variables begin that an outer torchrun, or an outer elastic run, would have set."""
 
 
 def read_checks(environment: Mapping[str, str]) -> DefaultChecks:
@@ -60,7 +67,7 @@ def rank_environment(base: Mapping[str, str], extra: Mapping[str, str], rank: in
 
     In addition to gradwire's variables a rank gets torch's, so that a script which calls `dist.init_process_group("gloo")` runs
     too; they declare that the store is already hosted. Output is not buffered, a crash in C++ prints a Python traceback, ranks
-    share the cores, and gloo listens only on the loopback interface. Variables that the user has set are not changed.
+    share the cores, and gloo listens only on the loopback interface, if a hub does. Variables that the user has set stay.
     """
     ours = {
         "GRADWIRE_RANK": str(rank),
@@ -79,7 +86,7 @@ def rank_environment(base: Mapping[str, str], extra: Mapping[str, str], rank: in
         "OMP_NUM_THREADS": str(max(1, world.cpus // world.size)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
+        **({"GLOO_SOCKET_IFNAME": "lo"} if extra.get(HUB, "127.").startswith("127.") else {}),
     }
     inherited = {name: value for name, value in base.items() if not name.startswith(_OTHERS)}
     return {**defaults, **inherited, **ours, **extra}

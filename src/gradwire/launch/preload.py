@@ -28,6 +28,8 @@ from gradwire.runtime.fork_server import START_LIMIT, ask
 
 MODULES = ("torch",)
 """What the server imports."""
+ELASTIC = (*MODULES, "gradwire.elasticity.preloaded")
+"""What it imports for ranks that may be replaced, while others wait."""
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _CHUNK = 1 << 16
 
@@ -53,7 +55,15 @@ class ForkedChild:
 class PreloadedPython:
     """Starts the server when it is created; `start` then forks. Where that is not possible it starts a process: see `reason`."""
 
-    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], *, directory: str) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        *,
+        directory: str,
+        modules: Sequence[str] | None = None,
+    ) -> None:
+        """`modules` are what the server imports; by default `MODULES`."""
         self.reason: str | None = None
         """Why the server cannot fork: empty if it can, None while it starts."""
         self._command = list(command)
@@ -62,7 +72,7 @@ class PreloadedPython:
         self._control, theirs = socket.socketpair()
         with theirs:
             common = dict(set.intersection(*(set(environ.items()) for environ in environments)))
-            server = {"fd": theirs.fileno(), "modules": MODULES, "directory": directory}
+            server = {"fd": theirs.fileno(), "modules": modules or MODULES, "directory": directory}
             self._process = subprocess.Popen(
                 self._command,
                 env={**common, SERVER: json.dumps(server)},

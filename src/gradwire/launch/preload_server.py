@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -57,6 +58,7 @@ def _start(request: Mapping[str, Any], fds: list[int], control: socket.socket) -
     control.sendall(str(os.getpid()).encode())
     control.close()
     become(fds, request["env"], request["fds"])
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # it would be that of the parent
     if "multiprocessing.process" in sys.modules:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
     if "numpy.random" in sys.modules:  # Python does this for its own generator

@@ -96,6 +96,15 @@ class RankProcess:
     def status(self) -> int | None:
         return exit_status(self.ended)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it, and not a debugger."""
+        try:
+            found = os.waitid(os.P_PIDFD, self.ended, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # it has ended
+            return False
+        return found is not None and found.si_code == os.CLD_STOPPED
+
     def send(self, number: int) -> None:
         """Send a signal to the rank and the processes it has started."""
         for group in (self._guardian.pid, self.pid):
@@ -108,7 +117,9 @@ class RankProcess:
         return [pid for pid, group, state in _processes() if group in ours and pid not in ours and state not in "ZX"]
 
     def release(self) -> None:
-        """Kill what is left of its group, reap it, and close its descriptors."""
+        """Kill what is left of its group, reap it, and close its descriptors. May be called again."""
+        if self.stdout.closed:
+            return
         self.send(signal.SIGKILL)
         self.stdout.close()
         self.stderr.close()

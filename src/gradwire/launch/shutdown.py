@@ -135,6 +135,10 @@ class Shutdown:
             if ending.while_starting:
                 self._stop_at = _earlier(self._stop_at, ending.after + NEAR)
 
+    def retire(self, rank: int) -> None:
+        """The run goes on without this rank."""
+        self.running.discard(rank)
+
     def signalled(self, number: signal.Signals, now: float) -> None:
         """The launcher has received a signal and forwarded it."""
         if number in STOPPING and self._stop_at is None:
@@ -151,6 +155,11 @@ class Shutdown:
         if self.first is None or self.first.consequence:
             self.lost = self.lost or what
         self._stop_at = _earlier(self._stop_at, now)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the ranks have been, or will be, told to end."""
+        return self._is_ending or self._stop_at is not None
 
     @property
     def _is_ending(self) -> bool:

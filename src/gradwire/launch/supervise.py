@@ -21,8 +21,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -78,21 +79,29 @@ class LaunchSpec:
 def supervise(run: LaunchSpec) -> int:
     """Run all ranks until they end and return the exit code."""
     with ExitStack() as stack:
-        supervisor = _Supervisor(run)
+        supervisor = Supervisor(run)
         supervisor.start(stack)
         return supervisor.run()
 
 
-class _Supervisor:
+class Supervisor:
+    """The loop around the ranks of a run. `supervise_elastic.py` replaces those that end."""
+
+    _replaces = False
+    """Whether further ranks are started later."""
+
     def __init__(self, run: LaunchSpec) -> None:
         self._run = run
         self._shutdown = Shutdown(len(run.environments), grace=run.grace)
         self._began = time.monotonic()
         self._out, self._err = Screen(1, os.environ), Screen(2, os.environ)
         self._display = Display(self._out, self._err, monitor=run.monitor, picture=run.picture)
-        self._ranks: list[RankProcess] = []
+        self._ranks: dict[int, RankProcess] = {}
+        self._logs: dict[int, BinaryIO | None] = {}
         self._streams: dict[int, tuple[RankStream, RankStream]] = {}
         self._signals: list[signal.Signals] = []
+        self._unsent: dict[int, deque[int]] = {rank: deque() for rank in range(len(run.environments))}
+        """Signals for each rank, which may be starting."""
         self._interrupts = 0
 
     def start(self, stack: ExitStack) -> None:
@@ -101,27 +110,37 @@ class _Supervisor:
         if threading.current_thread() is threading.main_thread():
             woken = stack.enter_context(_passing_on(self._got_signal))
             self._selector.register(woken, _READABLE, functools.partial(_read, woken))
-        popen = self._run.popen
+        self._stack, self._popen = stack, self._run.popen
         if (preload := self._run.preload) is not None:
             stack.callback(preload.close)
             if self._stopped_while_waiting_for(preload):
                 return
-            popen = preload.start
-        for rank, environ in enumerate(self._run.environments):
-            log = None if self._run.log_dir is None else stack.enter_context(_log(self._run.log_dir, rank))
-            process = RankProcess(rank, self._run.command, environ, stdin=_stdin(rank), popen=popen)
-            stack.callback(process.release)
-            self._ranks.append(process)
-            self._streams[rank] = self._stream(self._out, rank, log), self._stream(self._err, rank, log)
-            for pipe, stream in zip((process.stdout, process.stderr), self._streams[rank]):
-                read = functools.partial(self._read_from, pipe.fileno(), stream)
-                self._selector.register(pipe.fileno(), _READABLE, read)
-            self._selector.register(process.ended, _READABLE, functools.partial(self._rank_ended, process))
+            self._popen = preload.start
+        self._start_all()
         if self._run.store is not None:  # connections wait for it
-            self._run.store.start(popen)
+            self._run.store.start(self._popen)
             self._selector.register(self._run.store.ended, _READABLE, self._check_store)
-        if preload is not None:
+        if preload is not None and not self._replaces:
             preload.close()
+
+    def _start_all(self) -> None:
+        for rank, environ in enumerate(self._run.environments):
+            self._start_rank(rank, environ)
+
+    def _start_rank(self, rank: int, environ: Mapping[str, str]) -> None:
+        if rank not in self._logs:
+            folder = self._run.log_dir
+            self._logs[rank] = None if folder is None else self._stack.enter_context(_log(folder, rank))
+        process = RankProcess(rank, self._run.command, environ, stdin=_stdin(rank), popen=self._popen)
+        self._stack.callback(process.release)
+        self._ranks[rank] = process
+        self._send_signals(rank)
+        log = self._logs[rank]
+        self._streams[rank] = self._stream(self._out, rank, log), self._stream(self._err, rank, log)
+        for pipe, stream in zip((process.stdout, process.stderr), self._streams[rank]):
+            read = functools.partial(self._read_from, pipe.fileno(), stream)
+            self._selector.register(pipe.fileno(), _READABLE, read)
+        self._selector.register(process.ended, _READABLE, functools.partial(self._rank_ended, process))
 
     def _stopped_while_waiting_for(self, preload: PreloadedPython) -> bool:
         """Wait until ranks can be forked, or must be started. Whether a signal has ended the run before."""
@@ -132,6 +151,8 @@ class _Supervisor:
                 key.data()
         for fd in preload.descriptors:
             self._selector.unregister(fd)
+        for unsent in self._unsent.values():  # no rank has started
+            unsent.clear()
         self._take_signals()
         if (number := self._shutdown.stopped_by) is not None:
             for rank in range(len(self._run.environments)):
@@ -159,11 +180,9 @@ class _Supervisor:
             self._check_output()
             for number, ranks in shutdown.due(self._now):
                 for rank in ranks:
-                    self._ranks[rank].send(number)
-            if (watch := self._watch_for_hangs) is not None:
-                self._display.warn(watch.check_if_due())
-            if not self._has_failed:
-                self._display.update()
+                    if rank in self._ranks:
+                        self._signal(self._ranks[rank], number)
+            self._look()
         preload = self._run.preload
         cold = self._run.cold if preload is None else preload.reason or ""
         how = replace(outcome(shutdown, self._now), cold=cold)
@@ -171,12 +190,24 @@ class _Supervisor:
             save(self._run.directory, how)  # first: `gradwire top` reads it as soon as the ranks are gone
         self._display.end()
         self._end_companions()
-        threads = [error for process in self._ranks if (error := self._error(process.rank, THREAD)) is not None]
-        pids = {process.rank: process.pid for process in self._ranks}
+        threads = [
+            error for process in self._ranks.values() if (error := self._error(process.rank, THREAD)) is not None
+        ]
+        pids = {process.rank: process.pid for process in self._ranks.values()}
         tails = {rank: err.tail for rank, (_, err) in self._streams.items()}
         lines = report(shutdown, how.text, pids=pids, tails=tails, threads=threads)
         self._err.write(b"".join(line + b"\n" for line in lines))
         return shutdown.exit_code
+
+    def _signal(self, process: RankProcess, number: int) -> None:
+        process.send(number)
+
+    def _look(self) -> None:
+        """What is done at regular times."""
+        if (watch := self._watch_for_hangs) is not None:
+            self._display.warn(watch.check_if_due())
+        if not self._has_failed:
+            self._display.update()
 
     @property
     def _has_failed(self) -> bool:
@@ -185,7 +216,7 @@ class _Supervisor:
     @property
     def _watch_for_hangs(self) -> HangWatch | None:
         """Not once the run is ending: ranks that wait for one that has ended are ended soon."""
-        return None if self._shutdown.endings or self._shutdown.stopped_by is not None else self._run.watch
+        return None if self._has_failed else self._run.watch
 
     @property
     def _next_time(self) -> float | None:
@@ -211,11 +242,15 @@ class _Supervisor:
         self._check_store()  # its end may be why the rank has failed
         self._take_signals()  # first: one of them may have killed the rank
         self._selector.unregister(process.ended)
-        self._drain(process)
+        self._drain(process, self._streams[process.rank])
+        self._end_of(Ending(process.rank, status, after, error=self._error(process.rank)))
+
+    def _end_of(self, ending: Ending) -> None:
+        """A rank has ended, and everything that it has written was shown."""
         watch = self._watch_for_hangs
-        if status < 0 and watch is not None:  # without a traceback that shows where it was
-            self._display.warn(watch.rank_ended(process.rank))
-        self._shutdown.ended(Ending(process.rank, status, after, error=self._error(process.rank)))
+        if ending.status < 0 and watch is not None:  # without a traceback that shows where it was
+            self._display.warn(watch.rank_ended(ending.rank))
+        self._shutdown.ended(ending)
 
     def _error(self, rank: int, suffix: str = MAIN) -> RankError | None:
         """The exception that a rank has saved, with its time in seconds since the start."""
@@ -241,9 +276,9 @@ class _Supervisor:
             what = f"the process that hosts the store has ended ({how}); ranks cannot continue without it"
             self._shutdown.lose(what, self._now)
 
-    def _drain(self, process: RankProcess) -> None:
+    def _drain(self, process: RankProcess, streams: tuple[RankStream, RankStream]) -> None:
         """See Note [When everything has been read]."""
-        for pipe, stream in zip((process.stdout, process.stderr), self._streams[process.rank]):
+        for pipe, stream in zip((process.stdout, process.stderr), streams):
             # A companion that writes faster than we read must not block us: read no more than what a pipe can hold.
             for _ in range(fcntl.fcntl(pipe.fileno(), fcntl.F_GETPIPE_SZ) // _CHUNK + 1):
                 data = _read(pipe.fileno())
@@ -256,12 +291,21 @@ class _Supervisor:
         self._interrupts += number == signal.SIGINT
         if number == signal.SIGINT and self._interrupts > 2:
             signal.default_int_handler(number, frame)  # ends a launcher that waits for a reader who does not read
-        for process in list(self._ranks):
-            if number != signal.SIGUSR1 or handles_signal(process.pid, number):  # else it would end the rank
-                process.send(signal.SIGKILL if self._interrupts > 1 else number)
+        for rank, unsent in self._unsent.items():
+            unsent.append(number)
+            self._send_signals(rank)
         if number == signal.SIGCONT:
             self._display.continued()
         self._signals.append(signal.Signals(number))
+
+    def _send_signals(self, rank: int) -> None:
+        """May be interrupted by itself, in the handler: each signal is sent once."""
+        process, unsent = self._ranks.get(rank), self._unsent[rank]
+        with suppress(IndexError):
+            while process is not None:
+                number = unsent.popleft()
+                if number != signal.SIGUSR1 or handles_signal(process.pid, number):  # else it would end the rank
+                    self._signal(process, signal.SIGKILL if self._interrupts > 1 else number)
 
     def _take_signals(self) -> None:
         while self._signals:
@@ -274,13 +318,17 @@ class _Supervisor:
 
     def _end_companions(self) -> None:
         deadline = time.monotonic() + COMPANIONS
-        while any(process.companions() for process in self._ranks) and time.monotonic() < deadline:
+        while any(process.companions() for process in self._ranks.values()) and time.monotonic() < deadline:
             time.sleep(_PAUSE)
-        for process in self._ranks:
-            process.send(signal.SIGKILL)
-            self._drain(process)
-            for stream in self._streams[process.rank]:
-                stream.end()
+        for process in self._ranks.values():
+            self._end_streams(process, self._streams[process.rank])
+
+    def _end_streams(self, process: RankProcess, streams: tuple[RankStream, RankStream]) -> None:
+        """Kill the companions of a rank that has ended, and show the rest of what they wrote."""
+        process.send(signal.SIGKILL)
+        self._drain(process, streams)
+        for stream in streams:
+            stream.end()
 
 
 # -- small parts -----------------------------------------------------------------------------------------------------------

@@ -52,8 +52,6 @@ class Agreement:
         self.dropped = False
         """Whether ranks have agreed to skip a batch, and there was no forward since."""
 
-    # -- agree_to_skip ---------------------------------------------------------------------------------------------------
-
     def agree_to_skip(self, flag: bool) -> bool:
         """Whether any rank passes True: see `HookControls.agree_to_skip`."""
         reducer = self._reducer
@@ -96,8 +94,6 @@ class Agreement:
             f"{what} of step {step} on rank {self._reducer.group.rank}: {SKIP} {called} before it. Once it is used, call it on "
             "every rank at the same point of each averaged step, and skip the batch if it returns True."
         )
-
-    # -- exchanges -------------------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
         """If a step has failed, recover from it with all ranks, or raise its failure."""

@@ -106,8 +106,6 @@ class HookControls:
             )
         runner.weight = float(weight)
 
-    # -- checks ----------------------------------------------------------------------------------------------------------
-
     def finish_checks(self) -> None:
         """Wait for the check of the last step, if the next backward would have read its result, and apply the policy.
 
@@ -149,8 +147,6 @@ class HookControls:
         refuse_join(self, SKIP, replica.group.rank)
         skipped: bool = replica.agreement.agree_to_skip(flag)
         return skipped
-
-    # -- outer steps -----------------------------------------------------------------------------------------------------
 
     def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
         """Run the outer steps of hooks such as `diloco` after each step of this optimizer (of several: when all have stepped).

@@ -50,6 +50,8 @@ class Recovery:
         """
         group, iterations = self._reducer.group, self._reducer.iterations
         failure, ledger = group.failure, group.ledger
+        if iterations.survive is not None:
+            return  # the members that are left go on in another group
         if failure is None:
             if self._recoveries != ledger.recoveries:
                 self._start_over(iterations.begins)

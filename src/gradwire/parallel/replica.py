@@ -33,7 +33,7 @@ from gradwire.parallel.divergence import DivergenceSchedule
 from gradwire.parallel.hook_controls import HookControls
 from gradwire.parallel.module_state import ModuleState
 from gradwire.parallel.recovery import Recovery
-from gradwire.parallel.trainable import check_engine_thread, check_not_aborted, check_not_replaced, trainable_parameters
+from gradwire.parallel.trainable import check_engine_thread, check_hooked, check_not_aborted, trainable_parameters
 from gradwire.policies import (
     BucketMemory,
     Buckets,
@@ -134,7 +134,9 @@ class Replica(HookControls):
         """Handles of the module hooks that other objects have registered for this replica."""
         if self.graph is Graph.STATIC:
             self.reducer.learn_static_graph()
-        self.reducer.incomplete = functools.partial(check_not_replaced, self.state, self.names, self.parameters)
+        known = self.state, self.names, self.parameters, self.reducer.intake
+        self._check_hooked = functools.partial(check_hooked, *known)
+        self.reducer.incomplete = self._check_hooked
         self._last_unused: list[int] = []
         self.reducer.attach()
         self.state.warn_when_saved(None if self.runner.outer is None else self.runner)
@@ -290,7 +292,7 @@ class Replica(HookControls):
             if unused != self._last_unused and not self.reducer.substituted:
                 self._last_unused = unused
                 try:
-                    check_not_replaced(self.state, self.names, self.parameters)
+                    self._check_hooked()
                 except LayoutError as error:
                     self.reducer.iterations.fail_forward(error)
                     raise
@@ -320,14 +322,11 @@ class Replica(HookControls):
             raise self.reducer.machine.unfinished()
 
     def move_to_group(self, group: Group) -> None:
-        """Continue with another group. Every rank of the new group calls it, between steps."""
+        """Communicate over another group from the next step on, with the hook's state as it is."""
         self.group = self.state.group = group
         self.reducer.move_to_group(group)
         self.recovery.moved_to_group()
         self.runner.move_to_group(group)
-        if self.runner.outer is not None:
-            self.runner.outer.average()
-        self.runner.start_over()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or a pickle of a replicated module is an ordinary module: this object is replaced by None."""

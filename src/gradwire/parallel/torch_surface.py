@@ -200,6 +200,9 @@ class TorchSurface:
     def _update_process_group(self, new_process_group: Any) -> None:
         self._set_group(new_process_group, None)
         self.replica.move_to_group(self.group)
+        if self.replica.runner.outer is not None:
+            self.replica.runner.outer.average()
+        self.replica.runner.start_over()
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:

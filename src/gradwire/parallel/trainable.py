@@ -22,6 +22,7 @@ from gradwire.groups.base import Group
 from gradwire.parallel.module_state import ModuleState
 from gradwire.reducer import ParameterSpec
 from gradwire.reducer.buckets.layout import plain_name
+from gradwire.reducer.intake.intake import GradientIntake
 
 
 def check_module(what: str, module: object) -> None:
@@ -51,17 +52,26 @@ def check_not_aborted(group: Group) -> None:
         raise error
 
 
-def check_not_replaced(state: ModuleState, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
-    """Raise if a parameter of the module is another one than when the module was replicated: it would stay local."""
+def check_hooked(
+    state: ModuleState, names: Sequence[str], parameters: Sequence[nn.Parameter], intake: GradientIntake
+) -> None:
+    """Raise if the gradient of a parameter would stay local: it is another one than when the module was replicated, or it was
+    converted and converted back, and so has another accumulator."""
     ours = dict(zip(names, parameters, strict=True))
+    which = f"backward of a replicated model on rank {state.group.rank}: parameter"
     for full_name, parameter in state.module.named_parameters():
         name = plain_name(full_name)
         # While mixed precision has put others in place of them, these are not leaves.
         if name in ours and parameter is not ours[name] and parameter.is_leaf:
             raise LayoutError(
-                f"backward of a replicated model on rank {state.group.rank}: parameter {name} has been replaced since the model "
-                "was replicated, so its gradient is not averaged. Replace parameters first, then replicate."
+                f"{which} {name} has been replaced since the model was replicated, so its gradient is not averaged. Replace "
+                "parameters first, then replicate."
             )
+    if intake.hooks is not None and (displaced := intake.hooks.displaced()):
+        raise LayoutError(
+            f"{which} {', '.join(names[i] for i in displaced)} was converted to another dtype or device, and back, since the model "
+            "was replicated, so its gradient is not averaged. Convert parts of a model first, then replicate."
+        )
 
 
 def trainable_parameters(

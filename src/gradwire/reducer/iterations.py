@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradwire.autograd.backward_errors import COMPILED, FAILED, around_backward
 from gradwire.autograd.graph import reachable_parameters, reaches_mark
-from gradwire.errors import CompiledAutograd, GroupAborted
+from gradwire.errors import CompiledAutograd, GroupAborted, GroupError
 from gradwire.events import Event
 from gradwire.groups.base import Group
 from gradwire.recorder.format import RecordKind
@@ -56,6 +56,8 @@ class Iterations:
         self.failure: BaseException | None = None
         """What a further backward of the failed step raises."""
         self.last_error: str | None = None
+        self.survive: Callable[[GroupError], bool] | None = None
+        """Called when a step is lost because the group has failed; True: nothing is raised. See `gradwire.elasticity`."""
         self._parameters = parameters
         self._machine = machine
         self._abandon = weakly(abandon)
@@ -89,6 +91,14 @@ class Iterations:
         if self.group.failure is None:
             self.group.abort(reason(iteration, self.group.rank, error))
         self.group.ledger.reported = self.failure = self.group.failure
+
+    def failed(self, error: BaseException) -> bool:
+        """The step is lost. True: it fails on all ranks, and `error` is to be raised; False: members may be lost."""
+        if self.survive is not None and isinstance(error, GroupError) and self.survive(error):
+            self.reject(error)
+            return False
+        self.fail(error)
+        return True
 
     def fail_forward(self, error: BaseException) -> None:
         """As `fail`, before or after a forward, whose iteration it is."""

@@ -23,8 +23,14 @@ class ModelEvents(EventSource):
     __slots__ = ("_described", "model")
 
     def __init__(self, group: Group) -> None:
+        super().__init__("", 0, 0)
+        self.move_to_group(group)
+
+    def move_to_group(self, group: Group) -> None:
+        """The model is one of this group from the next record on."""
         ledger = group.ledger
-        super().__init__(ledger.name, ledger.rank, ledger.events.group_id)
+        self.name, self.rank = ledger.name, ledger.rank
+        self.identify(ledger.events.group_id)
         ledger.models += 1
         self.model = ledger.models
         self._described: tuple[object, object] = (None, None)

@@ -177,8 +177,11 @@ class Reducer:
 
     def move_to_group(self, group: Group) -> None:
         self.group = self.iterations.group = self.reductions.group = group
+        self.events.move_to_group(group)
         self.machine.abandon("the group was exchanged")
+        self.machine.rank = group.rank
         self.order.forget()
+        self.buckets.allocate(self.layout, group)
 
     def learn_static_graph(self) -> None:
         """Count uses in the next backward and reduce at its end; from then on expect the same."""
@@ -271,8 +274,8 @@ class Reducer:
                 launches = launches[:-1]
             self.reductions.launch(launches)
         except BaseException as error:
-            self.iterations.fail(error)
-            raise
+            if self.iterations.failed(error):
+                raise
 
     # -- the end of backward -------------------------------------------------------------------------------------------
 
@@ -287,6 +290,8 @@ class Reducer:
         if self.used.learning:
             self._first_static_step_ended()
         if self.machine.complete:
+            if self.substituted and self.incomplete is not None:  # by functional_call, which is over now, or for good
+                self.incomplete()
             if not self.manual:
                 self.finish()
         elif self.machine.state is State.RUNNING and self.incomplete is not None:
@@ -334,8 +339,9 @@ class Reducer:
             self.iterations.drop(rejected, used=self.leave_gradients)
             return
         except BaseException as error:
-            self.iterations.fail(error)
-            raise
+            if self.iterations.failed(error):
+                raise
+            return
         self.order.note(self.machine.arrival)
         self.intake.ended()
         self.machine.finished()

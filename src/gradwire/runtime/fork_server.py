@@ -153,9 +153,6 @@ def ask(server: socket.socket, request: Mapping[str, Any], fds: Sequence[int]) -
     server.sendall(text)
 
 
-# -- the server ------------------------------------------------------------------------------------------------------------
-
-
 def next_request(source: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """A request and its descriptors; None if the other end has closed."""
     head, fds, _, _ = socket.recv_fds(source, 8, 16)

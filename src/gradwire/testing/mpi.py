@@ -250,9 +250,6 @@ def default_worlds() -> MPIWorlds:
     return MPIWorlds()
 
 
-# -- the socket ------------------------------------------------------------------------------------------------------------
-
-
 def listen(folder: str, *, backlog: int) -> socket.socket:
     """A listening socket in `folder`, a directory of mode 700."""
     listener = socket.socket(socket.AF_UNIX)
@@ -291,9 +288,6 @@ def _address(folder: str) -> Iterator[str]:
         yield f"/proc/self/fd/{fd}/socket"
     finally:
         os.close(fd)
-
-
-# -- on a rank -------------------------------------------------------------------------------------------------------------
 
 
 def work(folder: str, store: str, *, warm: bool = False) -> None:

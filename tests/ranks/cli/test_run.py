@@ -159,7 +159,10 @@ def test_a_script_that_is_not_there(capsys, tmp_path):
             ["--nnodes", "2", "x"],
             "'2' hosts: gradwire run starts ranks on this machine only. For several hosts use torchrun",
         ),
-        (["--max_restarts=3", "x"], "unrecognized arguments: --max_restarts=3. gradwire run does not restart ranks"),
+        (
+            ["--max_restarts=3", "x"],
+            "unrecognized arguments: --max_restarts=3. Ranks are replaced with --elastic MIN:MAX",
+        ),
         (
             ["--rdzv-backend", "c10d", "x"],
             "unrecognized arguments: --rdzv-backend. gradwire run starts ranks on this machine",
@@ -262,7 +265,7 @@ def test_the_last_line_names_a_store_that_was_killed(then, script, capfd, monkey
     )
 
 
-SLEEP = "import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(100)\n"
+SLEEP = "import os, time\nprint('pid', os.getpid(), flush=True)\nwhile True: time.sleep(0.01)\n"
 
 
 def started(process: subprocess.Popen[str], ranks: int) -> list[int]:
@@ -317,7 +320,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(command, script):
 
 
 def test_when_nobody_reads_the_ranks_are_stopped(script):
-    with start("-n", "1", script(SLEEP.replace("time.sleep(100)", "while True: print('more')"))) as launcher:
+    with start("-n", "1", script(SLEEP.replace("time.sleep(0.01)", "print('more')"))) as launcher:
         try:
             pids = started(launcher, 1)
             assert launcher.stdout is not None

@@ -10,11 +10,11 @@ import threading
 import time
 from pathlib import Path
 
-from gradwire.elastic.hub import Address, HubClient
+from gradwire.elasticity.hub import Address, HubClient
 
 _PROGRAM = """
 import sys, time
-from gradwire.elastic.hub import Hub
+from gradwire.elasticity.hub import Hub
 hub = Hub(sys.argv[1], key=b"secret", address=("127.0.0.1", int(sys.argv[2])))
 print(hub.address[1], flush=True)
 time.sleep(600)

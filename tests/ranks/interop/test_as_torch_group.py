@@ -63,7 +63,7 @@ def test_torchs_map_of_used_parameters_does_not_meet_the_hooks_collectives(
         done = {}
         with torch_world(group, backend):
             for name, hook in HOOKS.items():
-                for way in ("given", "none", "state"):
+                for way in ("given", "none", "state") if backend == "gloo" else ("given", "none"):
                     model = TorchDDP(Sometimes(), find_unused_parameters=True, bucket_cap_mb=0.01)
                     given = gw.from_process_group(dist.group.WORLD) if way == "given" else None
                     state = dist.group.WORLD if way == "state" else None

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.cli.elastic_options import elastic_variables
 from gradwire.launch import preload
 from gradwire.launch.run_script import python_command
 from gradwire.launch.supervise import LaunchSpec, supervise
+from gradwire.launch.supervise_elastic import supervise_elastic
 
 HEAD = """
 import os, signal, subprocess, sys, time
@@ -20,6 +22,9 @@ def mark(name):
 def wait_for(mark):
     while not os.path.exists(os.path.join(folder, mark)):
         time.sleep(0.01)
+def stay():  # not in one call: a signal that arrives just before it is handled after it
+    while True:
+        time.sleep(0.01)
 """
 
 
@@ -28,13 +33,16 @@ def launch(tmp_path, capfdbinary, request, monkeypatch):
     """Run a script on some ranks: (exit code, stdout, stderr). "forked": they are forks of one process, which imports `module`."""
     forked = getattr(request, "param", None) == "forked"
 
-    def start(script: str, size: int = 2, module: str = "", cold: str = "", **options) -> tuple[int, bytes, bytes]:
+    def start(
+        script: str, size: int = 2, module: str = "", cold: str = "", plan=None, **options
+    ) -> tuple[int, bytes, bytes]:
         for mark in tmp_path.glob("*-[0-9]"):  # of an earlier launch
             mark.unlink()
         file = tmp_path / "script.py"
         file.write_text(HEAD + textwrap.dedent(script))
         ranks = [str(rank) for rank in range(size)]
-        shared = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(tmp_path / "lib")}
+        path = f"{tmp_path / 'lib'}:{Path(__file__).parents[2]}"
+        shared = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, **elastic_variables(plan)}
         environments = [{"RANK": rank, "GRADWIRE_RANK": rank, **shared} for rank in ranks]
         errors = Path(tempfile.mkdtemp(dir=tmp_path))
         command = [sys.executable, *python_command("gradwire.launch.run_script", errors=str(errors)), str(file)]
@@ -43,7 +51,8 @@ def launch(tmp_path, capfdbinary, request, monkeypatch):
             (tmp_path / "lib" / "heavy.py").write_text(HEAD.replace("rank =", "#") + textwrap.dedent(module))
             monkeypatch.setattr(preload, "MODULES", ("heavy",))  # torch takes seconds
             options["preload"] = server = preload.PreloadedPython(command, environments, directory=str(tmp_path))
-        code = supervise(LaunchSpec(command, environments, errors=errors, **options))
+        spec = LaunchSpec(command, environments, errors=errors, **options)
+        code = supervise(spec) if plan is None else supervise_elastic(spec, plan)
         if forked:
             assert (server.reason or "").startswith(cold)
             assert bool(server.reason) == bool(cold)

@@ -7,7 +7,8 @@ import pytest
 
 from gradwire.errors import UsageError
 from gradwire.launch import display
-from gradwire.launch.supervise import LaunchSpec, supervise
+from gradwire.launch.shutdown import Ending
+from gradwire.launch.supervise import LaunchSpec, Supervisor, supervise
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.rings.run_outcome import load
 from gradwire.observe.run_status import RunMonitor
@@ -181,3 +182,12 @@ def test_ranks_are_started_where_they_cannot_be_forked(module, cold, launch, tmp
     saved = load(tmp_path)
     assert saved is not None
     assert saved.cold.startswith(cold)
+
+
+def test_hangs_are_reported_also_when_a_rank_has_ended_without_an_error():
+    """Others may go on for as long as they like, and hang; those that wait for one that failed are ended soon."""
+    supervisor = Supervisor(LaunchSpec(["true"], [{}, {}, {}], watch=object()))  # type: ignore[arg-type]
+    supervisor._shutdown.ended(Ending(0, 0, 1.0))
+    assert supervisor._watch_for_hangs is not None
+    supervisor._shutdown.ended(Ending(1, 1, 2.0))
+    assert supervisor._watch_for_hangs is None

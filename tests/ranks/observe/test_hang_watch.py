@@ -165,7 +165,7 @@ def test_inspect_shows_where_every_rank_is(ranks, tmp_path, capsys):
         assert main(["inspect", named]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith(f"rank 0 (process {waiting.pid}): sleeping, at <module>() at ")
-        assert re.fullmatch(r"    for [\d.]+ s in all_reduce \(operation #1 of world, 12 bytes\)", lines[1])
+        assert re.fullmatch(r"    for [\d.]+ m?s in all_reduce \(operation #1 of world, 12 bytes\)", lines[1])
         assert lines[2].startswith(f"rank 1 (process {culprit.pid}): running, at python_loop() at ")
         assert "it is in user code: python_loop()" in lines[5]
     assert main(["inspect", "--stacks", str(tmp_path / "run")]) == 0

@@ -192,15 +192,11 @@ def test_a_script_that_keeps_torchs_ddp_is_recorded(tmp_path, words, monkeypatch
     (tmp_path / "neighbor.py").touch()
     environ = {"GRADWIRE_RUN_DIR": str(tmp_path / "run"), "RANK": "0", "WORLD_SIZE": "1"}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if words[0] == "-m":
-        monkeypatch.chdir(tmp_path)
-        _, start, *options = python_command("gradwire.launch.run_script", observe=True)
-        process = warm_python.start(start, *options, *words, "--lr", "1", env=environ, capture=True)
-        assert process.wait(120) == 0, process.communicate()
-        process.communicate()
-    else:
-        command = [sys.executable, *python_command("gradwire.launch.run_script", observe=True), *words, "--lr", "1"]
-        subprocess.run(command, env=environ, cwd=tmp_path, check=True, timeout=120)
+    monkeypatch.chdir(tmp_path)
+    _, start, *options = python_command("gradwire.launch.run_script", observe=True)
+    process = warm_python.start(start, *options, *words, "--lr", "1", env=environ, capture=True)
+    assert process.wait(120) == 0, process.communicate()
+    process.communicate()
     *steps, mark = observe.read_rings(tmp_path / "run")[0].records
     step = [K.FORWARD_BEGAN, K.FORWARD_ENDED, K.OPTIMIZER_BEGAN, K.OPTIMIZER_ENDED]
     assert [r.kind for r in steps] == 2 * step

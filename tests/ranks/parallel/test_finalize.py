@@ -30,6 +30,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "lazy": {"lazy_bucket_allocation": True, "bucket_cap_mb": SMALL},
     "mixed": {"mixed_precision": SimpleNamespace(param_dtype=None, reduce_dtype=torch.float64, buffer_dtype=None)},
 }
+ZERO = ["none", "in place", "accumulate"]
 over_flags = pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 
 
@@ -180,12 +181,12 @@ def test_a_copy_finalizes_manually_too(group: Group, torch_world: Callable[..., 
         check(copied, means(copied.module, group.size, 0))
 
 
-@pytest.mark.parametrize("kind", ["threads", "shared_memory"])
-@pytest.mark.parametrize("zero", ["none", "in place", "accumulate"])
-@over_flags
-def test_lazy_buckets_give_the_same_gradients_and_hold_no_memory_between_steps(
-    flags: dict[str, Any], zero: str, kind: str
-) -> None:
+@pytest.mark.parametrize("zero", ZERO)
+@pytest.mark.parametrize("place", range(len(FLAGS)), ids=FLAGS)
+def test_lazy_buckets_give_the_same_gradients_and_hold_no_memory_between_steps(place: int, zero: str) -> None:
+    flags = list(FLAGS.values())[place]
+    kind = ("threads", "shared_memory")[(place + ZERO.index(zero)) % 2]  # every pair of the three
+
     def rank_main(group: Group) -> None:
         def hold() -> set[bool]:
             return {s.buffer is None for s in lazy.replica.reducer.buckets.storages}

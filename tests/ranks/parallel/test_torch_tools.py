@@ -139,7 +139,7 @@ def test_torchs_join(group: Group, torch_world: Callable[..., Any], with_zero: b
         same(*results)
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("where", [pytest.param("inside", marks=pytest.mark.acceptance), "outside"])
 @on_ranks(2, kind="gloo")
 def test_compiled_models_train_to_the_same_bits(group: Group, torch_world: Callable[..., Any], where: str) -> None:
     def compiled(model: nn.Module) -> Any:

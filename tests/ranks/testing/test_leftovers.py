@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -126,16 +125,16 @@ def test_what_a_thread_leaves_in_a_cycle_when_it_ends_is_collected() -> None:
     assert before.compare(grace=20.0) == []
 
 
-def test_shared_memory_of_ours_is_seen_and_of_others_is_not() -> None:
-    name = f"gradwire-test-{uuid.uuid4().hex}"
-    path = f"/dev/shm/{name}"
+def test_shared_memory_of_ours_is_seen_and_of_others_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(leftovers, "_SHM", str(tmp_path))  # what is in /dev/shm, all tests that run now see
+    path = tmp_path / "ours"
     before = Leftovers.snapshot()
     with open(path, "wb") as file:
         file.truncate(4096)
     try:
         assert before.compare(grace=0) == [f"shared memory {path}"]
         script = (
-            f"import mmap, sys; f = open({path!r}, 'r+b'); m = mmap.mmap(f.fileno(), 0); print('mapped', flush=True);"
+            f"import mmap, sys; f = open({str(path)!r}, 'r+b'); m = mmap.mmap(f.fileno(), 0); print('mapped', flush=True);"
             "sys.stdin.read()"
         )
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -242,3 +241,12 @@ def test_a_function_of_torch_that_a_rank_replaces_is_left_behind() -> None:
     with pytest.raises(InternalError, match=r"torch\.nn\.functional\.relu is replaced by <function"):
         run_ranks(replaces, 1, kind="gloo", leftovers=LeftBehind.RAISE)
     run_ranks(restores, 1, kind="gloo", leftovers=LeftBehind.RAISE)  # in another process
+
+
+def test_a_number_of_threads_that_a_rank_has_set_is_left_behind() -> None:
+    def sets(group: Group) -> None:
+        torch.set_num_threads(2)
+
+    with pytest.raises(InternalError, match="torch uses 2 threads instead of 1"):
+        run_ranks(sets, 1, kind="gloo", leftovers=LeftBehind.RAISE)
+    assert run_ranks(lambda group: torch.get_num_threads(), 1, kind="gloo") == [1]  # in another process

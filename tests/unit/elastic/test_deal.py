@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
 
-from gradwire.elastic.deal import Deal, share_slots
+from gradwire.elasticity.deal import Deal, share_slots
 from gradwire.errors import UsageError, UsageTypeError
 
 
@@ -29,6 +32,8 @@ def test_epochs_and_seeds_have_orders_of_their_own_and_steps_can_be_repeated() -
     assert first != [deal.samples(1, s) for s in range(4)]
     assert first != [other.samples(0, s) for s in range(4)]
     assert [deal.samples(0, s) for s in range(4)] == first
+    elsewhere = pickle.loads(pickle.dumps(Deal(range(64), global_batch=64, slots=4, seed=np.int64(1))))  # in a worker
+    assert [elsewhere.samples(0, s) for s in range(4)] == first
 
 
 def test_a_batch_is_collated() -> None:
@@ -40,8 +45,9 @@ def test_a_batch_is_collated() -> None:
 
 
 def test_what_cannot_be_dealt_is_refused() -> None:
-    with pytest.raises(UsageTypeError, match="of an iterable data set"):
-        Deal(iter([1, 2]), global_batch=2, slots=1)
+    for iterable in (iter([1, 2]), type("Sized", (IterableDataset,), {"__len__": lambda _: 2, "__iter__": iter})()):
+        with pytest.raises(UsageTypeError, match="of an iterable data set"):
+            Deal(iterable, global_batch=2, slots=1)
     for batch, slots in ((6, 4), (2, 4), (4, 0)):
         with pytest.raises(UsageError, match="equally many samples"):
             Deal([1, 2], global_batch=batch, slots=slots)

@@ -9,12 +9,16 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from gradwire.elastic.hub import Hub, HubClient, Records, RunRecords
-from gradwire.elastic.machine import HubState, Standing, View
+from gradwire.elasticity.hub import Hub, HubClient, Records
+from gradwire.elasticity.machine import HubState, Standing, View
+from gradwire.elasticity.run_records import RunRecords
 from gradwire.errors import GroupError, UsageError
 
 KEY = b"secret"
@@ -62,6 +66,37 @@ def test_a_read_waits_for_something_new(hub: Hub) -> None:
     threading.Timer(0.05, hub.records.compare_set, ("x", "", "1")).start()
     assert mine.read("", version, 30.0) == (version + 1, {"x": "1"})
     assert mine.read("y", version + 1, 0.01) == (version + 1, {})
+    hub.records.compare_set("z", "", "2")
+    assert mine.read("", version + 1) == (version + 2, {"z": "2"})
+    assert mine.read("", version + 3, 30.0) == (version + 2, {"x": "1", "z": "2"})  # such a version is not in the file
+    mine.close()
+
+
+def test_a_reply_that_was_not_waited_for_is_not_that_to_the_next_request(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = client(hub)
+    version, _ = mine.read("")
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "poll", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            mine.read("", version, 30.0)
+    assert mine.compare_set("x", "", "1") == "1"
+    mine.close()
+
+
+def test_a_cut_is_noticed_when_it_heals_and_not_as_long_again_as_it_lasted(hub: Hub) -> None:
+    mine = client(hub)
+    mine.read("")
+    assert mine._connection is not None
+    for connection in (mine._connection, *hub._connections):
+        with socket.socket(fileno=os.dup(connection.fileno())) as ours:
+            assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2000
     mine.close()
 
 
@@ -98,8 +133,16 @@ def test_a_full_disk_confirms_nothing_and_leaves_no_half_line(tmp_path: Path, mo
     assert records.read("") == (0, {})
     assert records.compare_set("x", "", "2") == "2"
     records.close()
-    again = Records(tmp_path / "hub")
-    assert again.values == {"x": "2"}
+    again = Hub(tmp_path / "hub", key=KEY)
+    assert again.records.values == {"x": "2"}
+    mine = client(again)
+    mine.read("")
+    mine.timeout = 0.2  # once it is connected
+    with monkeypatch.context() as patch:
+        patch.setattr(again.records, "_append", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(GroupError, match="No space left on device"):
+            mine.compare_set("y", "", "1")
+    mine.close()
     again.close()
 
 
@@ -137,6 +180,21 @@ def test_a_hub_that_has_too_many_open_files_goes_on_when_it_has_not(
     assert not [t for t in threading.enumerate() if t.name.startswith("gradwire-hub")]
 
 
+def test_a_hub_that_has_too_many_threads_goes_on_when_it_has_not(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, refused = threading.Thread.start, Mock(side_effect=[RuntimeError("can't start new thread"), None])
+
+    def try_to_start(thread: threading.Thread) -> None:
+        if thread.name == "gradwire-hub-member" and refused.call_count < 1:
+            refused()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", try_to_start)
+    mine = client(hub)
+    assert mine.compare_set("x", "", "1") == "1"
+    assert refused.call_count == 1
+    mine.close()
+
+
 def test_a_request_that_makes_no_sense_ends_its_connection_only(hub: Hub) -> None:
     mine, other = client(hub), client(hub)
     other.read("")
@@ -151,9 +209,10 @@ def test_a_request_that_makes_no_sense_ends_its_connection_only(hub: Hub) -> Non
 
 
 def test_a_hub_that_is_away_is_named_after_the_deadline_and_found_when_it_is_back(hub: Hub, tmp_path: Path) -> None:
-    mine = client(hub, timeout=0.2)
+    mine = client(hub)
     mine.compare_set("x", "", "1")
     hub.close()
+    mine.timeout = 0.2
     with pytest.raises(GroupError, match=rf"compare_set at the hub 127.0.0.1:{hub.address[1]}: no answer in 0.2 s"):
         mine.compare_set("y", "", "1")
     mine.timeout = 30.0
@@ -182,7 +241,10 @@ def test_what_members_and_launchers_record(hub: Hub) -> None:
     assert run.propose(View(0, ("a",), 0)) == first == run.last_view()
     run.publish(0, "a", Standing(3, prepared=True))
     run.publish(0, "a", Standing(4, prepared=True))  # its first counts
+    run.hold("s", spare=True)
+    run.enter_lobby("s")
     run.enter_lobby("c")
+    run.enter_lobby("a")  # late: it is in a view
     run.mark("b", gone=True)
     run.mark("c", gone=True)
     run.mark("c", gone=False)
@@ -192,3 +254,27 @@ def test_what_members_and_launchers_record(hub: Hub) -> None:
     following = run.propose(View(1, ("a", "c"), 4, ("c",)))
     assert run.look(0, version, 5.0)[1] == HubState(standings, frozenset("b"), (), following)
     assert run.look(1)[1] == HubState({}, frozenset("b"))
+    assert RunRecords(hub.records).look(1) == run.look(1)
+    assert run.propose(View(2, ("a",), 4)) == run.last_view()
+    assert run.last_view("c") == following  # which it has to enter to find that it is out
+    assert run.last_view("d") is None
+    run.hold("s", spare=False)
+    assert run.look(1)[1].lobby == ("s",)
+    run.leave("s")
+    assert run.has_left("s") > run.has_left("a")
+
+
+def test_a_look_reads_only_what_is_new(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, read, replies = RunRecords(hub.records), hub.records.read, list[dict[str, str]]()
+
+    def counted(*arguments: Any) -> tuple[int, dict[str, str]]:
+        version, records = read(*arguments)
+        replies.append(records)
+        return version, records
+
+    monkeypatch.setattr(hub.records, "read", counted)
+    for epoch in range(3):
+        run.publish(epoch, "a", Standing(epoch, prepared=False))
+        assert list(run.look(epoch)[1].standings) == ["a"]
+        run.propose(View(epoch + 1, ("a",), epoch))
+    assert [len(reply) for reply in replies] == [1, 2, 2]

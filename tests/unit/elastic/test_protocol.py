@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.elastic.machine import (
+from gradwire.elasticity.machine import (
     Abort,
     Commit,
     Drop,
@@ -30,7 +30,9 @@ from helpers.protocol_search import Limits, Search, Violation
     [
         {"ranks": 3, "steps": 2, "crashes": 3},
         {"ranks": 2, "joiners": 1, "steps": 1, "crashes": 2},
-        {"ranks": 2, "steps": 2, "crashes": 1, "leaves": 2},
+        {"ranks": 3, "steps": 1, "crashes": 1, "leaves": 1},
+        {"ranks": 2, "joiners": 1, "steps": 1, "crashes": 0, "leaves": 2},
+        {"ranks": 2, "joiners": 1, "steps": 2, "crashes": 0, "leaves": 1, "min_ranks": 2},
         {"ranks": 1, "joiners": 1, "steps": 2, "crashes": 1, "leaves": 1},
         {"ranks": 2, "steps": 1, "crashes": 0, "cuts": 1},
     ],
@@ -49,11 +51,52 @@ class Thawed(Member):
         return super().averaged()
 
 
-@pytest.mark.parametrize("mutant", [{"kind": Thawed}, {"elects": True}], ids=["publishes and goes on", "elects a hub"])
-def test_the_search_finds_mutants(mutant: dict[str, Any]) -> None:
-    limits = Limits(ranks=2, steps=1, crashes=0, cuts=not mutant.get("elects"))
-    with pytest.raises(Violation, match="has committed"):
-        Search(limits, **mutant).run()
+class Hasty(Member):
+    """Goes on without members that have not published yet."""
+
+    def look(self, hub: HubState) -> Reaction:
+        frozen = self.phase is MemberPhase.FROZEN and self.view is not None
+        late = frozenset(self.view.members) - hub.standings.keys() if frozen and self.view else frozenset()
+        return super().look(hub._replace(gone=hub.gone | late))
+
+
+class Staying(Member):
+    """Waits with those that stay until they are enough, although it was told to leave."""
+
+    def look(self, hub: HubState) -> Reaction:
+        member, todo = super().look(hub)
+        return (self, ()) if hub.next is None and member.phase is MemberPhase.OUT else (member, todo)
+
+
+class Forgetful(Member):
+    """Leaves without the step that the others commit."""
+
+    def _settle(self, step: int) -> Reaction:
+        return super()._settle(self.step if self.leaving else step)
+
+
+class Receiving(Member):
+    """Has the state, although its standing says that it has not."""
+
+    def received(self) -> Reaction:
+        return self._replace(holds=True), ()
+
+
+@pytest.mark.parametrize(
+    ("mutant", "limits", "found"),
+    [
+        ({"kind": Thawed}, {"cuts": 1}, "has committed"),
+        ({"elects": True}, {}, "has committed"),
+        ({"kind": Hasty}, {"ranks": 3, "crashes": 1}, "is alive, and the others go on without it"),
+        ({"kind": Staying}, {"leaves": 1, "min_ranks": 2}, "is stuck frozen"),
+        ({"kind": Forgetful}, {"leaves": 1}, "leaves without step 0"),
+        ({"kind": Receiving}, {"joiners": 1, "crashes": 1}, "holds the state: True"),
+    ],
+    ids=["publishes and goes on", "elects a hub", "does not wait", "cannot leave", "leaves too early", "receives late"],
+)
+def test_the_search_finds_mutants(mutant: dict[str, Any], limits: dict[str, int], found: str) -> None:
+    with pytest.raises(Violation, match=found):
+        Search(Limits(**{"ranks": 2, "crashes": 0, **limits}), **mutant).run()
 
 
 FIRST = View(3, ("a", "b"), 7)
@@ -109,6 +152,13 @@ def test_a_vote_for_a_change_freezes_after_the_commit() -> None:
         pytest.param(
             {"a": Standing(7, False), "b": Standing(7, False, leaving=True)}, "", (), View(4, ("a",), 7), id="a leave"
         ),
+        pytest.param(
+            {"a": Standing(7, True), "b": Standing(7, False, leaving=True)},
+            "",
+            (),
+            View(4, ("a",), 7),
+            id="a leaver is not prepared: again",
+        ),
         pytest.param({"a": Standing(7, False, holds=False)}, "b", ("c",), None, id="nobody has the state"),
     ],
 )
@@ -126,11 +176,23 @@ def test_too_few_members_wait_for_joiners() -> None:
     assert member.look(alone._replace(lobby=("c",)))[1] == (Propose(View(4, ("a", "c"), 7, ("c",))),)
 
 
-def test_the_last_member_leaves() -> None:
-    member = FROZEN._replace(leaving=True)
-    member, todo = member.look(HubState({"a": Standing(7, False, leaving=True)}, frozenset("b")))
+@pytest.mark.parametrize(
+    ("standings", "gone", "min_ranks", "settled"),
+    [
+        ({}, "b", 1, Drop(7)),
+        ({"b": Standing(8, False, leaving=True)}, "b", 1, Commit(7)),
+        ({"b": Standing(8, False)}, "", 2, Commit(7)),
+    ],
+    ids=["the last member", "another has left with the step", "those who stay are too few"],
+)
+def test_a_leaver_does_not_wait(standings: Any, gone: str, min_ranks: int, settled: Any) -> None:
+    member = FROZEN._replace(prepared=True, leaving=True, min_ranks=min_ranks)
+    mine = {"a": Standing(7, prepared=True, leaving=True)}
+    member, todo = member.look(HubState(mine | standings, frozenset(gone)))
     assert member.phase is MemberPhase.OUT
-    assert todo == (Stop("all have left"),)
+    assert todo == (settled, Stop("it has left"))
+    told_later = FROZEN._replace(leaving=True, min_ranks=3)
+    assert told_later.look(HubState({"a": Standing(7, False)} | standings, frozenset("b"))) == (told_later, ())
 
 
 @pytest.mark.parametrize(
@@ -153,9 +215,9 @@ def test_a_view_is_applied(member: Member, step: int, todo: tuple[Any, ...]) -> 
 def test_a_member_that_was_taken_for_dead_stops() -> None:
     member, todo = PREPARED.look(HubState({}, next=View(4, ("b",), 7)))
     assert member.phase is MemberPhase.OUT
-    assert todo[0] == Abort(3)
-    assert isinstance(todo[1], Stop)
-    assert "taken for dead" in todo[1].why
+    assert todo[:2] == (Abort(3), Drop(7))
+    assert isinstance(todo[2], Stop)
+    assert "taken for dead" in todo[2].why
 
 
 def test_a_joiner_waits_in_the_lobby_and_then_for_the_state() -> None:

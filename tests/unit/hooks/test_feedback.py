@@ -77,7 +77,9 @@ def test_a_residual_that_decays_is_a_momentum_of_what_was_not_sent(hook: CommHoo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
 def test_every_dtype_obeys_the_laws(dtype: torch.dtype) -> None:
-    check_hook(chain(error_feedback(), mean()), dtype=dtype)
+    """On one rank, and on more than two, in float32 only."""
+    more: dict[str, Any] = {} if dtype is torch.float32 else {"world_sizes": (2,)}
+    check_hook(chain(error_feedback(), mean()), dtype=dtype, **more)
     if not dtype.is_complex:
         check_hook(chain(error_feedback(), top_k(ratio=0.2)), dtype=dtype, world_sizes=(2,))
 

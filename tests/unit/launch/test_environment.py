@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 from gradwire.groups.kinds import default_kind
 from gradwire.launch import Address, Launcher, World, find_world
 from gradwire.launch.entry import _agree
-from gradwire.launch.environment import LocalWorld, rank_environment
+from gradwire.launch.environment import HUB, LocalWorld, rank_environment
 from gradwire.launch.preload_check import source_of, why_not_preload
 
 STORE = Address("127.0.0.1", 4000)
@@ -53,6 +53,13 @@ def test_what_the_user_says_counts():
     assert (ours["OMP_NUM_THREADS"], ours["PYTHONUNBUFFERED"]) == ("7", "")
     assert (ours["PYTHONFAULTHANDLER"], ours["MASTER_ADDR"]) == ("0", "mine")
     assert environment({"A": "1"}, {"A": "2"})["A"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("hub", "interface"), [({}, "lo"), ({HUB: "127.0.0.1:4001"}, "lo"), ({HUB: "10.0.0.1:4001"}, None)]
+)
+def test_gloo_is_reached_from_other_hosts_if_the_hub_is(hub, interface):
+    assert environment(extra=hub).get("GLOO_SOCKET_IFNAME") == interface
 
 
 @pytest.mark.parametrize(

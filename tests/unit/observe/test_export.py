@@ -204,7 +204,8 @@ def test_a_slow_callable_keeps_no_step_waiting(train, unlimited):
         go_on.wait(60)
 
     exporter = observe.export(log)
-    train(2)
+    train(1, exporter)  # while it is busy, the end of a step wakes nobody
+    train(1)
     assert entered.wait(60)
     train(4)
     go_on.set()

@@ -79,7 +79,7 @@ def different(t: Tensor, rank: int) -> Tensor:
     ranks=st.integers(1, 3),
     src=st.integers(0, 2),
 )
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_all_become_those_of_the_source(tensors: list[Tensor], buffer_size: int, ranks: int, src: int) -> None:
     src %= ranks
 

@@ -56,6 +56,31 @@ def test_a_replaced_parameter_is_named_before_the_optimizer_steps(
         step(ddp, group.rank)
 
 
+@flagged
+@pytest.mark.parametrize("steps", [0, 3])
+@on_ranks(2)
+def test_a_replaced_first_parameter_is_named(group: Group, flags: dict[str, Any], steps: int) -> None:
+    """It is not taken for one of `functional_call`."""
+    ddp = DDP(Model(), process_group=group, **flags)
+    for _ in range(steps):
+        step(ddp, group.rank)
+    ddp.module.first.weight = nn.Parameter(ddp.module.first.weight.detach().clone())
+    with pytest.raises((LayoutError, GroupAborted), match=r"parameter first\.weight has been replaced"):
+        step(ddp, group.rank)
+
+
+@flagged
+@pytest.mark.parametrize("steps", [0, 3])
+@on_ranks(2)
+def test_a_part_that_was_converted_and_back_is_named(group: Group, flags: dict[str, Any], steps: int) -> None:
+    ddp = DDP(Model(), process_group=group, **flags)
+    for _ in range(steps):
+        step(ddp, group.rank)
+    ddp.module.second.double().float()
+    with pytest.raises((LayoutError, GroupAborted), match=r"parameter second\.weight, second\.bias was converted"):
+        step(ddp, group.rank)
+
+
 @pytest.mark.parametrize("flags", FLAGS[:3], ids=lambda flags: " ".join(flags) or "plain")
 @on_ranks(2)
 def test_a_backward_that_reaches_no_parameter_on_one_rank_fails_the_step(group: Group, flags: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from gradwire.autograd.compiled import install
 from gradwire.autograd.compiled.op import _Listener
 from gradwire.events import BucketLaunched
 from gradwire.groups import Group
-from gradwire.hooks import chain, error_feedback, mean, quantize
+from gradwire.hooks import CommHook, chain, error_feedback, mean, quantize
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.parallel import replicate
 from gradwire.policies import Buckets
@@ -100,12 +100,22 @@ def step_of(model: Any, rank: int, step: int) -> None:
     model(batch(rank, step)).pow(2).mean().backward()
 
 
-@pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "checkpoints"])
-@pytest.mark.parametrize("form", [inside, outside, in_place, blocks])
+Q8 = chain(error_feedback(), quantize(bits=8))
+
+
+@pytest.mark.parametrize(
+    ("form", "checkpoints", "hook"),
+    [
+        (inside, False, mean()),
+        (inside, True, Q8),
+        (outside, True, mean()),
+        (in_place, True, mean()),
+        (blocks, False, Q8),
+    ],
+)
 def test_gradients_of_the_uncompiled_model_and_overlap(
-    monkeypatch: pytest.MonkeyPatch, form: Any, checkpoints: bool
+    monkeypatch: pytest.MonkeyPatch, form: Any, checkpoints: bool, hook: CommHook
 ) -> None:
-    hook = mean() if checkpoints == (form in (outside, blocks)) else chain(error_feedback(), quantize(bits=8))
     computed: list[Any] = []
     report = _Listener.report
 
@@ -185,8 +195,10 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("form", [inside, outside, in_place, blocks])
-@pytest.mark.parametrize("ran", ["the model", "another model of its class"])
+@pytest.mark.parametrize(
+    ("form", "ran"),
+    [(inside, "another"), (outside, "the model"), (in_place, "the model"), (blocks, "the model"), (blocks, "another")],
+)
 def test_graphs_of_before_are_compiled_again(reported: list[int], ran: str, form: Any) -> None:
     def train(model: Any) -> None:
         reported.clear()

@@ -241,7 +241,7 @@ def on_host(request: pytest.FixtureRequest) -> Iterator[bool]:
         yield request.param
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_element_of_any_parameter_on_any_rank(on_host: bool, data: st.DataObject) -> None:
     """Of any dtype and layout, with copies and views: rank, parameter and index are exact, whatever the order of memory."""

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("emulate_device")
 def test_the_next_backward_raises_with_rank_and_parameter(group: Group, place: int, keep: bool) -> None:
     flags, value = list(FLAGS.values())[place], (math.nan, -math.inf)[(place + keep) % 2]  # every pair of the three
     ddp, optimizer = checked_model(group, NonFinite.RAISE, **flags)
-    for number in range(9):
+    for number in range(7):
         optimizer.zero_grad(set_to_none=not keep)
         before = [p.detach().clone() for p in ddp.parameters()]
         if number == 4:  # after the bad one

@@ -41,7 +41,7 @@ HOOKS: dict[str, hooks.CommHook] = {
 @pytest.mark.parametrize("name", HOOKS)
 def test_training_converges(name: str) -> None:
     def rank_main(group: Group) -> tuple[float, Tensor]:
-        model, _ = train(group, HOOKS[name], 60)
+        model, _ = train(group, HOOKS[name], 25)
         with torch.no_grad():
             return loss_on(model, 99, 0).item(), flat(model)
 

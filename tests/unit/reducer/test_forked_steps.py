@@ -25,6 +25,14 @@ def bucket(*names: str, index: int = 0) -> BucketSpec:
     return BucketSpec(index, names, shapes, strides, torch.float32, torch.device("cpu"))
 
 
+class OwnDict(dict[str, int]):
+    pass
+
+
+class OwnList(list[int]):
+    pass
+
+
 @dataclass
 class Mixed:
     """A state of everything that a state may hold."""
@@ -34,6 +42,7 @@ class Mixed:
     parts: list[Any] = field(default_factory=lambda: [torch.ones(2), {"deep": torch.zeros(2).expand(3, 2)}])
     pair: tuple[Tensor, set[int]] = field(default_factory=lambda: (torch.ones(1), {1}))
     draws: random.Random = field(default_factory=lambda: random.Random(5))
+    kinds: tuple[dict[str, int], list[int]] = field(default_factory=lambda: (OwnDict(a=1), OwnList([1])))
 
     def __post_init__(self) -> None:
         self.view = self.flat[2:4].view(2, 1)
@@ -43,6 +52,8 @@ CHANGES: dict[str, Callable[[Mixed], object]] = {
     "in place": lambda s: s.view.add_(1),
     "rebound": lambda s: setattr(s, "flat", torch.zeros(3)),
     "other memory": lambda s: setattr(s.flat, "data", torch.zeros(3)),
+    "other shape": lambda s: (s.flat.resize_(3), s.view.t_()),
+    "subclasses": lambda s: (s.kinds[0].update(a=2), s.kinds[1].append(2)),
     "number": lambda s: setattr(s, "number", 4),
     "another attribute": lambda s: setattr(s, "more", 1),
     "list": lambda s: s.parts.pop(),
@@ -60,7 +71,8 @@ def test_a_fork_restores_everything() -> None:
         change(state)
         assert fork.drop() is state
         assert (state.flat.data_ptr(), state.flat.shape) == (address, place)
-        assert state.view.flatten().tolist() == [2.0, 3.0]
+        assert state.view.tolist() == [[2.0], [3.0]]
+        assert state.kinds == ({"a": 1}, [1])
         assert (state.number, len(state.parts), hasattr(state, "more")) == (3, 2, False)
         assert torch.equal(state.parts[1]["deep"], torch.zeros(3, 2))
         assert (state.pair[0].item(), state.pair[1]) == (1.0, {1})
@@ -108,6 +120,21 @@ def test_forks_nest_and_survive_other_buckets() -> None:
     assert equal_states({"a": states.by_name()["a"]}, known)
     assert (states.steps, list(states.owed)) == (at, ["b"])
     assert not states.forked
+
+
+def test_a_loaded_state_survives_a_dropped_step_in_which_buckets_are_rebuilt() -> None:
+    spec = bucket("a", "b")
+    states = HookStates(FED)
+    reduce(states, spec, 1)
+    loaded = HookStates(FED, saved=states.by_name())
+    step = loaded.fork()
+    loaded.store_by_parameter()  # buckets are rebuilt before the first reduction
+    reduce(loaded, spec, 2)
+    step.drop()
+    assert equal_states(loaded.by_name(), states.by_name())
+    reduce(loaded, spec, 3)
+    reduce(states, spec, 3)
+    assert equal_states(loaded.by_name(), states.by_name())
 
 
 def test_what_is_committed_outside_is_committed_inside() -> None:

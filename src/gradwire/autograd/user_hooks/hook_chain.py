@@ -168,9 +168,6 @@ def require_callable(fn: Any, kind: Kind, target: str) -> None:
         )
 
 
-# -- what a hook may return ----------------------------------------------------------------------------------------------
-
-
 class Broken(NamedTuple):
     """A rule that a hook broke: torch's words for it, what it returned, and the error to raise."""
 

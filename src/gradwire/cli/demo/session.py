@@ -100,8 +100,9 @@ def _run_world(job: DemoJob, ranks: int, *, kind: str, timeout: float, directory
 def _rank_main(job: DemoJob, threads: int, directory: Path | None, group: Group) -> Trained:
     # oneDNN writes every kernel that it makes to /tmp/perf-PID.map, for profilers, and leaves the file there.
     os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
-    torch.set_num_threads(threads)  # ranks share the cores; torch would use all of them in each
     with progress(group.rank, group.size, job.steps) as watch, ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads)  # ranks share the cores; torch would use all of them in each
         if directory is not None:
             observe.start(directory, rank=group.rank, size=group.size)
             stack.callback(observe.stop)
@@ -111,9 +112,6 @@ def _rank_main(job: DemoJob, threads: int, directory: Path | None, group: Group)
 def _cores() -> int:
     """The number of cores that this process may use; in a container often fewer than the machine has."""
     return len(os.sched_getaffinity(0))
-
-
-# -- progress: on a terminal a bar for every rank, elsewhere a few lines ---------------------------------------------------------
 
 
 @contextmanager
@@ -151,9 +149,6 @@ def _print_line(steps: int, done: int, losses: Sequence[float], rate: float) -> 
     if done in (1, steps) or done % max(1, steps // _LINES) == 0:
         print(f"step {done:>{len(str(steps))}}/{steps}  loss {mean(losses):.3f}  {rate:,.0f} tokens/s")
         sys.stdout.flush()
-
-
-# -- what is printed at the end --------------------------------------------------------------------------------------------------
 
 
 def summary(job: DemoJob, trained: Sequence[Trained], *, kind: str) -> rich_console.Group:

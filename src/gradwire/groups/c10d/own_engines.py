@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Store
 
 from gradwire.errors import GroupError
 from gradwire.groups.failure.store_calls import innermost
@@ -137,7 +137,7 @@ def _ways(store: Any) -> Ways:
         return "", ""
     if isinstance(tcp, PrivateStore):  # all ranks are on this host
         return LOOPBACK, LOOPBACK
-    if not isinstance(tcp, TCPStore):
+    if not hasattr(tcp, "port"):  # as those have that are reached over TCP
         return "", ""
     try:
         family, kind, protocol, _, there = socket.getaddrinfo(tcp.host, tcp.port, type=socket.SOCK_DGRAM)[0]
@@ -159,8 +159,6 @@ def _choose(rank: int, known: list[Ways]) -> str:
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
-
-# -- NCCL ----------------------------------------------------------------------------------------------------------------
 
 _NAME = "gradwire/nccl"
 _LABEL = "gradwire-nccl-store"

@@ -102,8 +102,12 @@ class Peers:
         return tuple(rank for rank, member in self.members.items() if member.joined >= place)
 
     def dead(self) -> int | None:
-        """One whose process on this host has ended without leaving."""
-        for rank, member in self.members.items():
+        """One whose process on this host has ended without leaving. Once a rank was reported lost, no other: they may have ended
+        because of it."""
+        lost, _ = self.failure_record or (None, "")
+        for rank, member in (
+            self.members.items() if lost is None else [(r, m) for r, m in self.members.items() if r == lost]
+        ):
             on_this_host = bool(member.pid) and member.host == self.here
             if on_this_host and not self._has_left(member) and is_dead(member.pid, member.start):
                 return rank

@@ -98,9 +98,6 @@ class GroupParts:
         return Arrivals(tuple(members[r] for r in joined), tuple(members[r] for r in missing))
 
 
-# -- a part's error in terms of the whole: ranks of the whole group, and the operation that its caller knows -------------------
-
-
 def in_terms_of_whole(
     error: Exception, members: Sequence[int], where: str, membership: Membership | None, place: int
 ) -> Exception:

@@ -215,8 +215,6 @@ class TwoLevel(Moves):
         else:
             raise InternalError(f"{op}: there is no two-level program for it.")
 
-    # -- slices of one tensor ------------------------------------------------------------------------------------------
-
     def _slices(self, t: Tensor) -> list[Tensor]:
         """One part of `t` for each rank of this host; empty for ranks that are not carriers."""
         share = max(-(-t.numel() // self.width), SMALLEST_SLICE)

@@ -254,8 +254,6 @@ class MpiEngine:
             self._changed = False
             self._on_change()
 
-    # -- the other ranks ------------------------------------------------------------------------------------------------
-
     def _handle_messages(self) -> None:
         for rank, message in self._control.receive():
             peer = self.peers[rank]
@@ -298,8 +296,6 @@ class MpiEngine:
             for rank, peer in self.peers.items():
                 if peer.left is None and not self._stopped:
                     self._control.send(rank, joined=self.joined, reason=reason)
-
-    # -- the end -------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Notify the peers, end the thread, and hand over to the runtime what is still in flight."""

@@ -101,8 +101,6 @@ class Native:
             count = min(self._most, n - offset)
             yield [self._mpi.memory.fromaddress(start + offset * width, count * width), count, dtype]
 
-    # -- posting -------------------------------------------------------------------------------------------------------
-
     def post(self, pending: PendingRequests, op: Collective) -> None:
         """Begin `op`, which MPI takes; `pending` gets the requests. Under the lock; returns at once."""
         comm, requests, in_place, kind = pending.matcher.comm, pending.requests, self._mpi.IN_PLACE, op.kind

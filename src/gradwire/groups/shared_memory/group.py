@@ -105,8 +105,6 @@ class SharedMemoryGroup(Group):
         # After the base class's finalizer was made, so that at exit this one runs first.
         self._engine_finalizer = finalize_here(self, _stop, self._engine, segment)
 
-    # -- the one verb --------------------------------------------------------------------------------------------------
-
     def submit(self, op: Collective) -> Work:
         """Queue it; the group's own thread carries it out."""
         work = self._put(op)
@@ -191,8 +189,6 @@ class SharedMemoryGroup(Group):
         """A group with a segment of its own."""
         store, rank = PrefixStore(name, self._store), ranks.index(self.rank)
         return SharedMemoryGroup(store, rank, len(ranks), timeout=self.timeout, name=name, **self._options)
-
-    # -- failures and the end ------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         """Fail here, and notify the other ranks."""

@@ -99,8 +99,6 @@ class Mailbox:
         self._receiving.append(PendingReceive(work, self, peers))
         return self._receiving[-1]
 
-    # -- the sender's side ---------------------------------------------------------------------------------------------
-
     def put(self, peer: int, tag: int, t: Tensor) -> tuple[int, int, Tensor] | None:
         """Put a message into a slot: (slot, number, where the bytes lie); None while all slots are taken."""
         free = self._free[peer]
@@ -135,8 +133,6 @@ class Mailbox:
     def withdraw(self, peer: int, slot: int, number: int, t: Tensor) -> None:
         self._publish(slot + _WITHDRAWN, 1, peer)
         self._withdrawn.append((peer, slot, number, t))
-
-    # -- the receiver's side -------------------------------------------------------------------------------------------
 
     def claimed_before(self, receiving: PendingReceive) -> set[int]:
         """Ranks whose next message with that tag belongs to a receive that was submitted earlier."""

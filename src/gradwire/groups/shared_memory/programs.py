@@ -88,8 +88,6 @@ class Programs(AllReduce):
         if op.device.type == "cuda":  # the caller may go on in another stream than that of the thread that drives
             torch.cuda.current_stream(op.device).synchronize()
 
-    # -- exchanges: all the collectives that move data, and the reductions of whose result each rank keeps a part -------------
-
     def _exchange(self, op: Collective, whole: Collective, digest: bytes) -> Steps:
         """`whole` is what the caller submitted, of which `op` may be a part."""
         rank, board, plan = self.rank, self.board, self._plan

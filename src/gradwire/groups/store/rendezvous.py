@@ -11,6 +11,7 @@ outer meetings of its thread too, and what it finds there is raised in the terms
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
@@ -179,12 +180,9 @@ class Rendezvous:
         text += ". Check that they have started, and look at their output."
         return CollectiveTimeout(text, joined=sorted(set(joined)), missing=missing)
 
-    # -- watching: see Note [Meetings are watched] ---------------------------------------------------------------------
-
     def check(self) -> None:
         """Raise if a rank of this or an outer meeting has ended, or has reported an error."""
-        for meeting in _active():
-            meeting._check()
+        check_meetings()
 
     def _check(self) -> None:
         self._check_reports()
@@ -279,12 +277,49 @@ class Rendezvous:
         return GroupError(f"{self.who}: rank {by} could not make its part of the group: {text}")
 
 
+class _Watched:
+    """Stands among the meetings of a thread, and ends them when there is a reason that they cannot know."""
+
+    _deadline = math.inf
+
+    def __init__(self, problem: Callable[[], GroupError | None]) -> None:
+        self._problem = problem
+        self._failure: GroupError | None = None
+
+    def _check(self) -> None:
+        self._failure = self._problem()
+        if self._failure is not None:
+            raise self._failure
+
+    _check_processes = _check
+
+    def found(self, error: BaseException) -> bool:
+        return error is self._failure
+
+
+@contextmanager
+def watching(problem: Callable[[], GroupError | None]) -> Iterator[None]:
+    """Meetings of this thread inside end with the error that `problem` returns, as soon as it returns one."""
+    watched = _Watched(problem)
+    _active().append(watched)
+    try:
+        yield
+    finally:
+        _active().remove(watched)
+
+
+def check_meetings() -> None:
+    """Raise if a meeting that the current thread is in cannot succeed."""
+    for meeting in _active():
+        meeting._check()
+
+
 _LOCAL = threading.local()
 
 
-def _active() -> list[Rendezvous]:
+def _active() -> list[Rendezvous | _Watched]:
     """The meetings that the current thread is in, outermost first."""
-    meetings: list[Rendezvous] = _LOCAL.__dict__.setdefault("meetings", [])
+    meetings: list[Rendezvous | _Watched] = _LOCAL.__dict__.setdefault("meetings", [])
     return meetings
 
 

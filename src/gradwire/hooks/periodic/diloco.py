@@ -65,8 +65,6 @@ class DiLoCo(OuterHook):
         for i in range(len(spec.names)):
             self.hook.check(inside.select([i]))
 
-    # -- an outer step -------------------------------------------------------------------------------------------------
-
     def begin(self, parameters: Tensor, state: _Anchored, turn: Turn) -> None:
         anchor = parameters.to(wide(turn.spec.dtype), copy=True)
         for name, part in zip(turn.spec.names, anchor.split(turn.spec.numels), strict=True):
@@ -93,8 +91,6 @@ class DiLoCo(OuterHook):
 
     def outer_wire_bytes(self, spec: BucketSpec, world_size: int) -> float | None:
         return self.hook.wire_bytes(_inside(spec), world_size)
-
-    # -- state ---------------------------------------------------------------------------------------------------------
 
     def init(self, spec: BucketSpec) -> _Anchored:
         return _Anchored(self.hook.init(_inside(spec)))

@@ -95,8 +95,6 @@ def _groups(report: RunReport) -> list[dict[str, Any]]:
     return list({(one["name"], one["kind"], one["size"]): one for one in groups}.values())[:MOST_RANKS]
 
 
-# -- text for a terminal -----------------------------------------------------------------------------------------------------------
-
 WIDTH = 80
 _BARS = "▁▂▃▄▅▆▇█"
 

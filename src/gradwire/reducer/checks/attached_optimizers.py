@@ -102,8 +102,6 @@ class AttachedOptimizers:
         self._all_parameters = False
         self.stepped, self._round = set(), set()
 
-    # -- steps that the device skips -------------------------------------------------------------------------------------
-
     @property
     def _all_stepped(self) -> bool:
         return bool(self._number) and len(self.stepped) == self._number

@@ -57,6 +57,8 @@ class StepFork:
     step: int
     next_steps: dict[int, int]
     owed: dict[str, Tensor]
+    saved: dict[str, Any]
+    """By parameter: what buckets had not picked up."""
     forks: dict[int, tuple[BucketSpec, Fork]] = field(default_factory=dict)
     """By bucket: those that were reduced since."""
     complete: bool = False
@@ -126,7 +128,7 @@ class HookStates:
 
     def fork(self) -> StepFork:
         """A step begins that may be dropped, until `commit` or `drop` of what this returns."""
-        self.forked.append(StepFork(self, self._step, dict(self._next_steps), dict(self.owed)))
+        self.forked.append(StepFork(self, self._step, dict(self._next_steps), dict(self.owed), dict(self._saved)))
         return self.forked[-1]
 
     def will_change(self, index: int, undo: Callable[[], object] | None = None) -> None:
@@ -165,6 +167,7 @@ class HookStates:
             undo()
         if step.complete:
             self._made.clear()
+            self._saved = step.saved
         for index, (spec, fork) in step.forks.items():
             self._made[index] = spec, fork.drop()
         self._step, self._next_steps, self.owed = step.step, step.next_steps, step.owed

@@ -98,8 +98,6 @@ class OuterOptimizer:
         for piece in self._pieces:
             self.hook.begin(piece.flat(), self._states.of(piece.spec), self._turn(piece))
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def training_begins(self) -> None:
         """Before the first step: a checkpoint may have been loaded into the model since this was made."""
@@ -192,8 +190,6 @@ class OuterOptimizer:
             self.group.submit(all_reduce(row, op=ReduceOp.AVG, label="average of parameters")).wait()
             piece.put(row)
         self.differ = False
-
-    # -- state ---------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

@@ -68,8 +68,6 @@ class GradientIntake:
                 handle.remove()
         self._before_backward = None
 
-    # -- a step --------------------------------------------------------------------------------------------------------
-
     def prepare(self, *, all_call: bool, unused: Collection[int], may_take_early: bool) -> None:
         """Before the backward of a step. `all_call`: every gradient is to call. `unused` parameters will not arrive.
 
@@ -162,8 +160,6 @@ class GradientIntake:
         arrived = frozenset() if self.hooks is None else self.hooks.waiting()
         return [i for i in indices if not self._machine.is_ready(i) and i not in arrived]
 
-
-# -- for hang reports, from another thread: everything below is a read of a list or a flag ----------------------------------
 
 _MOST_NAMES = 1000
 reducers: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -88,19 +88,21 @@ _COMPUTING = threading.Lock()
 
 
 def against_reference(group: Group, cases: Sequence[Case], *, rounds: int = 1, at_once: int = 8) -> Problems:
-    """Run every case, waiting for each, then again with `at_once` in flight, waiting in an order of this rank, `rounds` times."""
-    for first in range(0, len(cases), at_once):
-        chunk = [(case, case.expected(group)) for case in cases[first : first + at_once]]
-        for _ in range(rounds):
-            for case, want in chunk:
+    """Run every case, `rounds` times: every second one waited for at once, the others with up to `at_once` in flight, waiting in an
+    order of this rank. Which ones changes with the round, and differs between worlds of even and of odd size."""
+    for first in range(0, len(cases), 2 * at_once):
+        chunk = [(case, case.expected(group)) for case in cases[first : first + 2 * at_once]]
+        for number in range(rounds):
+            alone, others = (chunk[(number + group.size + turn) % 2 :: 2] for turn in (0, 1))
+            for case, want in alone:
                 op = case.make(group.rank)
                 group.run(op)
                 yield from _differences(f"{case.what}, waited for at once", group, op, want)
-            ops = [case.make(group.rank) for case, _ in chunk]
+            ops = [case.make(group.rank) for case, _ in others]
             works = [group.submit(op) for op in ops]
             for work in random.Random(group.rank).sample(works, len(works)):
                 work.wait()
-            for (case, want), op in zip(chunk, ops, strict=True):
+            for (case, want), op in zip(others, ops, strict=True):
                 yield from _differences(f"{case.what}, with others in flight", group, op, want)
 
 
@@ -175,9 +177,6 @@ def _slack(reduced: ReduceOp | None, dtype: torch.dtype, size: int, want: Tensor
         return want.abs() * limits.eps * size + limits.tiny * LARGEST**size
     largest = LARGEST**size if reduced is ReduceOp.PRODUCT else size * LARGEST * LARGEST
     return limits.eps / 2 * size * largest
-
-
-# -- a second group, to communicate over while the group under test is deliberately blocked or broken -----------------------
 
 
 def side_group(group: Group) -> Group:

@@ -32,15 +32,15 @@ def check_layouts(group: Group) -> Problems:
         return arrange(t, "transposed") if group.rank % 2 else t
 
     places: list[Shaper] = [partial(arrange, layout=layout) for layout in LAYOUTS]
-    for place in (*places, mixed):
-        yield from against_reference(group, _placed(group.size, (3, 4), place))
+    yield from against_reference(group, [c for place in (*places, mixed) for c in _placed(group.size, (3, 4), place)])
 
 
 def check_dtypes_without_arithmetic(group: Group) -> Problems:
     """Dtypes that only hold bits (float4, float8_e8m0fnu) are moved by every collective that does not reduce."""
+    cases: list[Case] = []
     for dtype in sorted(ONLY_BITS, key=str):
-        cases = _placed(group.size, (12,), lambda t, d=dtype: t.view(d), lambda t: t.view(torch.uint8))  # type: ignore[misc]
-        yield from against_reference(group, [case for case in cases if case.what in _MOVES])
+        cases += _placed(group.size, (12,), lambda t, d=dtype: t.view(d), lambda t: t.view(torch.uint8))  # type: ignore[misc]
+    yield from against_reference(group, [case for case in cases if case.what in _MOVES])
 
 
 LARGE, SIZEABLE = 300_007, 40_009
@@ -63,11 +63,12 @@ def check_large(group: Group) -> Problems:
         return Case(f"large all_reduce {op.name}", make, lambda rank: make(rank, as_is))
 
     several = ((ReduceOp.AVG, torch.float32), (ReduceOp.MAX, torch.float32), (ReduceOp.AVG, torch.bfloat16))
-    yield from against_reference(group, [reduced(own, op, dtype) for op, dtype in several])
-    yield from against_reference(group, [reduced(place, *several[0]) for place in (as_is, mixed)])
+    cases = [reduced(own, op, dtype) for op, dtype in several]
+    cases += [reduced(place, *several[0]) for place in (as_is, mixed)]
     # In a large world, where the cost of a case is quadratic in its size, the mixture represents both.
     for place in (own, mixed) if group.size <= 4 else (mixed,):
-        yield from against_reference(group, _placed(group.size, (SIZEABLE,), place))
+        cases += _placed(group.size, (SIZEABLE,), place)
+    yield from against_reference(group, cases)
 
 
 def check_channels_last(group: Group) -> Problems:
@@ -115,8 +116,8 @@ def check_inference_tensors(group: Group) -> Problems:
         with torch.inference_mode():
             return t.clone()
 
-    for shape in ((3,), (4, 6), (SIZEABLE,)):
-        yield from against_reference(group, _placed(group.size, shape, made_there))
+    shapes = ((3,), (4, 6), (SIZEABLE,))
+    yield from against_reference(group, [case for shape in shapes for case in _placed(group.size, shape, made_there)])
     plain = _placed(group.size, (5,))
     for dtype in (torch.bfloat16, torch.complex64, torch.bool):
         plain.append(Case("all_reduce", lambda rank, d=dtype: build.all_reduce(made_there(draw((7,), d, 49, rank)))))  # type: ignore[misc]

@@ -66,9 +66,6 @@ def _checks() -> Iterator[Check]:
 CHECKS = {check.name: check for check in sorted(_checks(), key=lambda check: check.fresh)}
 
 
-# -- the report -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Failure:
     """One problem. `rank` is None if the world failed, not a rank."""
@@ -130,9 +127,6 @@ class ConformanceError(GradwireError, AssertionError):
         if unreached:
             lines.append(f"  not reached, because the world was broken before: {', '.join(unreached)}")
         super().__init__("\n".join([*lines, "Run one check alone with only=[name]; `failures` holds all of them."]))
-
-
-# -- a run ------------------------------------------------------------------------------------------------------------------
 
 
 def check_names() -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """What the doctor finds on a host, with one fact of it changed."""
 
+import os
 import resource
 from importlib import metadata
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from gradwire.cli.doctor.host_checks import HostFinding, Interface, Level, exami
 MIB, GIB = 2**20, 2**30
 LO, ETH = Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.1", True, 10_000)
 P, N = Level.PROBLEM, Level.NOTE
+EXISTS = os.path.exists
 
 
 def disk(free: int):
@@ -22,6 +24,10 @@ def limits(**small: int):
     """A `getrlimit` with these soft limits, by the names of their constants; the others are unlimited."""
     soft = {getattr(resource, name): value for name, value in small.items()}
     return lambda number: (soft.get(number, resource.RLIM_INFINITY), resource.RLIM_INFINITY)
+
+
+def device_exists(path: str) -> bool:
+    return path == "/dev/nvidiactl" or EXISTS(path)
 
 
 def not_installed(package: str):
@@ -52,8 +58,7 @@ def good(monkeypatch):
 
     for name, value in facts.items():
         change(name, value)
-    exists = host_checks.os.path.exists
-    change("os.path.exists", lambda path: path != "/dev/nvidiactl" and exists(path))
+    change("os.path.exists", lambda path: path != "/dev/nvidiactl" and EXISTS(path))
     return change
 
 
@@ -75,7 +80,7 @@ def test_a_good_host_has_no_problem(several_hosts, good):
         ("torch.__version__", "3.0.0", N, "torch", "tested with"),
         ("importlib.metadata.version", not_installed, N, "numba", "pip install 'gradwire[jit]'"),
         ("torch.distributed.is_gloo_available", lambda: False, P, "gloo", "install a torch with gloo"),
-        ("os.path.exists", lambda path: True, P, "GPUs", "pytorch.org"),
+        ("os.path.exists", device_exists, P, "GPUs", "pytorch.org"),
         ("cpu_quota", lambda: 2.0, N, "cores", "OMP_NUM_THREADS to 2 divided by"),
         ("cpu_quota", lambda: 0.5, N, "cores", "OMP_NUM_THREADS to 1 divided by"),
         ("os.getloadavg", lambda: (9.0, 0, 0), N, "load", "their times will vary"),
@@ -134,7 +139,7 @@ def test_directories_that_are_too_small(free, level, good):
 
 
 def test_a_driver_whose_devices_torch_does_not_find(good):
-    good("os.path.exists", lambda path: True)
+    good("os.path.exists", device_exists)
     good("torch.version.cuda", "12.8")
     [found] = wrong({}, several_hosts=False)
     assert (found.level, found.name) == (P, "GPUs")

@@ -211,6 +211,20 @@ def test_a_lost_rank_is_reported_to_everybody_and_the_first_stays():
     assert find_culprit(b, 1) == (1, "gone")
 
 
+def test_the_rank_that_was_reported_first_is_lost_not_those_that_ended_because_of_it(monkeypatch):
+    store = dist.HashStore()
+    ranks = [Membership(store, rank, 4) for rank in range(4)]
+    for one in ranks:
+        one.publish()
+    ranks[3].refresh()
+    monkeypatch.setattr("gradwire.groups.failure.membership.is_dead", lambda pid, start: True)
+    assert ranks[3].peers.dead() == 0
+    ranks[1].record_failure(2, "found by rank 1")
+    ranks[3].refresh()
+    assert ranks[3].peers.dead() == 2
+    assert find_culprit(ranks[3], 1)[0] == 2
+
+
 def test_two_groups_on_one_store_do_not_mix():
     store = dist.HashStore()
     first, second = Membership(store, 0, 1), Membership(store, 0, 1)

@@ -3,8 +3,9 @@
 Note [The hub]
 A record is a line of the file before it is a reply, so a hub that is killed and started again with the same file, at the same
 address, has everything that it ever confirmed. Only changes of members need it. A request may be repeated when its reply was lost:
-`compare_set` then returns the sender's own value. Messages are JSON, and both sides prove that they know the key before the first
-one (`multiprocessing.connection`); each connection has a thread, so one that stays silent keeps nobody waiting.
+`compare_set` then returns the sender's own value. Beats and stores are in memory only: see Note [Leases] and `MeetingStores`.
+Messages are JSON, and both sides prove that they know the key before the first one (`multiprocessing.connection`); each connection
+has a thread, so one that stays silent keeps nobody waiting.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
-from gradwire.elastic.machine import HubState, Standing, View
+from gradwire.elasticity.leases import Leases
 from gradwire.errors import GroupError, UsageError
 
 Address = tuple[str, int]
 _HANDSHAKE = 5.0
 """Seconds that a client has to prove that it knows the key."""
-_PAUSE = 0.05
-"""Seconds between two attempts to reach a hub."""
+_PAUSE, _LOOK = 0.05, 0.1
+"""Seconds between two attempts to reach a hub, and between two looks at leases."""
+_SILENCE = 2.0
+"""Seconds after which a connection to a host that does not answer is broken: TCP itself waits as long again as the cut lasted."""
 _LONGEST = 2**20
 """Bytes of a request."""
 
@@ -39,8 +42,7 @@ class Records:
 
     def __init__(self, path: Path) -> None:
         self.values: dict[str, str] = {}
-        self.version = 0
-        """How many changes there were."""
+        self._changes: list[tuple[str, str]] = []
         self._changed = threading.Condition()
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
@@ -62,10 +64,15 @@ class Records:
         for line in lines:
             key, value = json.loads(line)
             self.values[key] = value
-            self.version += 1
+            self._changes.append((key, value))
         assert self._fd is not None
         self._size = os.fstat(self._fd).st_size - len(rest)
         os.ftruncate(self._fd, self._size)  # a hub that was killed while it wrote a line has not confirmed it
+
+    @property
+    def version(self) -> int:
+        """How many changes there were: the same after a restart."""
+        return len(self._changes)
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
         """Set `key` if its value is `expected`, which is "" for a new one. Returns the value that it has now."""
@@ -77,7 +84,7 @@ class Records:
                 return now
             self._append(json.dumps([key, value]).encode() + b"\n")
             self.values[key] = value
-            self.version += 1
+            self._changes.append((key, value))
             self._changed.notify_all()
             return value
 
@@ -93,10 +100,12 @@ class Records:
         self._size += len(line)
 
     def read(self, prefix: str, after: int = -1, wait: float = 0.0) -> tuple[int, dict[str, str]]:
-        """All records whose keys begin so, and the version of the whole; waits at most so long for one later than `after`."""
+        """The version, and records that have changed since version `after` whose keys begin so, in this order; waits at most so
+        long for a change. All of them if there never was such a version: the file has lost something since."""
         with self._changed:
-            self._changed.wait_for(lambda: self.version > after or self._fd is None, wait)
-            return self.version, {key: value for key, value in self.values.items() if key.startswith(prefix)}
+            self._changed.wait_for(lambda: self.version != after or self._fd is None, wait)
+            since = after if 0 < after <= self.version else 0
+            return self.version, {key: value for key, value in self._changes[since:] if key.startswith(prefix)}
 
     def close(self) -> None:
         with self._changed:
@@ -106,24 +115,72 @@ class Records:
             self._changed.notify_all()
 
 
-class Hub:
-    """Serves records at an address; with port 0, at one that is free."""
+class MeetingStores:
+    """The hub's side of `HubStore`. A store that a restart has lost is None: its members meet again in the next view."""
 
-    def __init__(self, path: str | Path, *, key: bytes, address: Address = ("127.0.0.1", 0)) -> None:
+    def __init__(self) -> None:
+        self._stores: dict[str, dict[str, str]] = {}
+        self._lock = threading.Lock()
+
+    def use(self, name: str, verb: str, keys: list[str], value: str = "", expected: str | None = None) -> Any:
+        """The value of the first key after it is set, if it was `expected`, or added to, once per `expected`; or those of all."""
+        with self._lock:
+            if verb == "make":
+                self._stores = dict([*self._stores.items(), (name, {})][-4:])  # nobody uses those of earlier views
+            store = self._stores.get(name)
+            if store is None or verb not in ("set", "add"):
+                return store if store is None else [store.get(key) for key in keys]
+            before = store.get(keys[0], "")
+            if verb == "add":
+                once = f"{keys[0]} {expected}"
+                if once not in store:
+                    store[keys[0]] = store[once] = str(int(before or "0") + int(value))
+                return store[once]
+            if expected in (None, before):
+                store[keys[0]] = value
+            return store.get(keys[0], expected)
+
+
+class Hub:
+    """Serves records at an address, with port 0 at one that is free; or at a socket that listens already."""
+
+    def __init__(self, path: str | Path, *, key: bytes, address: Address | socket.socket = ("127.0.0.1", 0)) -> None:
         self.records = Records(Path(path))
         self._key = key
         self._connections: set[Connection] = set()
         try:
-            self._listener = socket.create_server(address)
+            self._listener = address if isinstance(address, socket.socket) else socket.create_server(address)
         except OSError as error:
             self.records.close()
-            where = f"{address[0]}:{address[1]}"
+            where = ":".join(map(str, address)) if isinstance(address, tuple) else "a socket"
             raise UsageError(
                 f"hub at {where}: {error.strerror}. Choose an address of this host that is free."
             ) from error
         self.address: Address = self._listener.getsockname()[:2]
-        self._threads = [threading.Thread(target=self._accept, name=f"gradwire-hub-{self.address[1]}", daemon=True)]
-        self._threads[0].start()
+        self._leases = Leases()
+        self._verbs: dict[str, Callable[..., Any]] = {
+            "compare_set": self.records.compare_set,
+            "read": self.records.read,
+            "beat": self._beat,
+            "store": MeetingStores().use,
+        }
+        self._closing = threading.Event()
+        loops = {f"gradwire-hub-{self.address[1]}": self._accept, "gradwire-hub-leases": self._check_leases}
+        self._threads = [threading.Thread(target=loop, name=name, daemon=True) for name, loop in loops.items()]
+        for thread in reversed(self._threads):
+            thread.start()
+
+    def _beat(self, launcher: str, before: str = "", after: str = "here") -> None:
+        self._leases.beat(launcher)
+        self.records.compare_set(f"launcher/{launcher}", before, after)
+
+    def _check_leases(self) -> None:
+        while not self._closing.wait(_LOOK):
+            launchers = self.records.read("launcher/")[1]
+            here = [key.removeprefix("launcher/") for key, state in launchers.items() if state == "here"]
+            for launcher, silent in self._leases.silent(here).items():
+                with contextlib.suppress(OSError):  # the disk is full: at the next look
+                    self.records.compare_set(f"silent/{launcher}", *(("", "silent") if silent else ("silent", "")))
 
     def _accept(self) -> None:
         while True:
@@ -134,13 +191,15 @@ class Hub:
                     return  # closed
                 time.sleep(_PAUSE)  # too many open files, or a client that has gone again
                 continue
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = Connection(accepted.detach())
+            connection = _connection(accepted)
             self._connections.add(connection)
-            self._threads = [t for t in self._threads if t.is_alive() or t.ident is None]
             thread = threading.Thread(target=self._serve, args=(connection,), name="gradwire-hub-member", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # too many threads: the client tries again
+                self._connections.discard(connection)
+                connection.close()
+            self._threads = [t for t in (*self._threads, thread) if t.is_alive()]
 
     def _serve(self, connection: Connection) -> None:
         # Whatever a client does wrong ends its connection, and nothing else.
@@ -148,15 +207,17 @@ class Hub:
             _prove(connection, self._key, first=True)
             while True:
                 name, *arguments = json.loads(connection.recv_bytes(_LONGEST))
-                verbs: dict[str, Callable[..., Any]] = {
-                    "compare_set": self.records.compare_set,
-                    "read": self.records.read,
-                }
-                connection.send_bytes(json.dumps(verbs[name](*arguments)).encode())
+                reply: list[Any] | str
+                try:
+                    reply = [self._verbs[name](*arguments)]
+                except OSError as error:  # it is not confirmed, and the client tries again
+                    reply = str(error)
+                connection.send_bytes(json.dumps(reply).encode())
         self._connections.discard(connection)
 
     def close(self, timeout: float = 5.0) -> None:
         """End all connections. The file keeps the records."""
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -176,7 +237,7 @@ class HubClient:
         self.address = address
         self.timeout = timeout
         """Seconds for which a call tries to reach the hub."""
-        self._key = key
+        self.key = key
         self._connection: Connection | None = None
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
@@ -188,6 +249,10 @@ class HubClient:
         version, records = self._call(self.timeout + wait, "read", prefix, after, wait)
         return version, records
 
+    def call(self, verb: str, *arguments: Any) -> Any:
+        """Another request, and its answer."""
+        return self._call(self.timeout, verb, *arguments)
+
     def _call(self, seconds: float, *request: Any) -> Any:
         deadline, problem = time.monotonic() + seconds, "it does not answer"
         while (left := deadline - time.monotonic()) > 0:
@@ -196,7 +261,11 @@ class HubClient:
                 connection.send_bytes(json.dumps(request).encode())
                 if not connection.poll(left):
                     break
-                return json.loads(connection.recv_bytes())
+                reply = json.loads(connection.recv_bytes())
+                if isinstance(reply, list):
+                    return reply[0]
+                problem = reply
+                time.sleep(_PAUSE)
             except AuthenticationError as error:
                 self.close()
                 raise UsageError(
@@ -206,6 +275,9 @@ class HubClient:
                 problem = f"{type(error).__name__}: {error}".rstrip(": ")
                 self.close()
                 time.sleep(min(_PAUSE, max(0.0, deadline - time.monotonic())))
+            except BaseException:  # of a signal's handler, say: the reply would be taken for that to the next request
+                self.close()
+                raise
         self.close()
         raise GroupError(
             f"{request[0]} at {self}: no answer in {seconds:.3g} s ({problem}). Training goes on without the hub, but members "
@@ -214,12 +286,9 @@ class HubClient:
 
     def _connect(self, seconds: float) -> Connection:
         if self._connection is None:
-            made = socket.create_connection(self.address, timeout=seconds)
-            made.settimeout(None)
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = Connection(made.detach())
+            connection = _connection(socket.create_connection(self.address, timeout=min(seconds, _SILENCE)))
             try:
-                _prove(connection, self._key, first=False, seconds=seconds)
+                _prove(connection, self.key, first=False, seconds=seconds)
             except BaseException:
                 connection.close()
                 raise
@@ -233,6 +302,15 @@ class HubClient:
 
     def __repr__(self) -> str:
         return f"the hub {self.address[0]}:{self.address[1]}"
+
+
+def _connection(made: socket.socket) -> Connection:
+    made.settimeout(None)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_USER_TIMEOUT": round(_SILENCE * 1000)}
+    for name, value in options.items():
+        made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return Connection(made.detach())
 
 
 def _prove(connection: Connection, key: bytes, *, first: bool, seconds: float = _HANDSHAKE) -> None:
@@ -256,52 +334,3 @@ class _Answering:
         if not self._connection.poll(max(0.0, self._deadline - time.monotonic())):
             raise TimeoutError("the other side has not shown that it knows the key")
         return self._connection.recv_bytes(maxlength)
-
-
-class RunRecords:
-    """What members and launchers write into the hub and read from it: views, standings, the gone and the lobby."""
-
-    def __init__(self, hub: HubClient | Records) -> None:
-        self._hub = hub
-
-    def publish(self, epoch: int, me: str, standing: Standing) -> None:
-        self._hub.compare_set(f"standing/{epoch}/{me}", "", json.dumps(standing))
-
-    def propose(self, view: View) -> View:
-        """Record the view, unless there is one of its epoch: returns that which is recorded."""
-        return _view(self._hub.compare_set(f"view/{view.epoch}", "", json.dumps(view)))
-
-    def enter_lobby(self, me: str) -> None:
-        self._hub.compare_set(f"lobby/{me}", "", "ready")
-
-    def mark(self, member: str, *, gone: bool) -> None:
-        """Its process has ended or its host cannot be reached; or, not `gone`, it can be reached again."""
-        self._hub.compare_set(f"gone/{member}", "" if gone else "gone", "gone" if gone else "")
-
-    def look(self, epoch: int, after: int = -1, wait: float = 0.0) -> tuple[int, HubState]:
-        """What concerns the members of the view of this epoch; waits at most so long for anything later than version `after`."""
-        version, records = self._hub.read("", after, wait)
-        views = dict(_views(records))
-        taken = {member for view in views.values() for member in view.members}
-        standings = {key: Standing(*json.loads(value)) for key, value in _under(f"standing/{epoch}/", records)}
-        gone = frozenset(key for key, value in _under("gone/", records) if value)
-        lobby = tuple(key for key, _ in _under("lobby/", records) if key not in taken)
-        return version, HubState(standings, gone, lobby, views.get(epoch + 1))
-
-    def last_view(self) -> View | None:
-        """The view of the latest epoch, for a process that has none."""
-        views = dict(_views(self._hub.read("view/")[1]))
-        return views[max(views)] if views else None
-
-
-def _under(prefix: str, records: dict[str, str]) -> Iterator[tuple[str, str]]:
-    return ((key[len(prefix) :], value) for key, value in records.items() if key.startswith(prefix))
-
-
-def _view(text: str) -> View:
-    epoch, members, step, fresh = json.loads(text)
-    return View(epoch, tuple(members), step, tuple(fresh))
-
-
-def _views(records: dict[str, str]) -> Iterator[tuple[int, View]]:
-    return ((int(epoch), _view(text)) for epoch, text in _under("view/", records))

@@ -8,6 +8,7 @@ over: so nobody commits a step for which a member was not prepared. When a membe
 of the view, and then publish their standing (how many steps they have committed, whether they are prepared for the next one). The
 next view is decided by the standings of all members that are not gone. If anybody, dead or alive, has committed a step, then all
 were prepared for it, so all survivors have its averages and commit it now: forward. Else nobody has, and it is computed again.
+A member that leaves is a survivor of the last view that has it: it goes forward with the others before it stops.
 
 Two conditions carry this. A member aborts before it publishes, so that a vote that ends late cannot commit what the others retry.
 And a view is a record at the hub that is set once and contains the decision; members apply the records in order. No commit needs
@@ -33,6 +34,9 @@ class View(NamedTuple):
     """How many steps are committed when the view begins. A survivor with fewer commits the one for which it is prepared."""
     fresh: tuple[str, ...] = ()
     """Members that begin without state and receive it from one that has it."""
+    begins: bool = False
+    """Whether nothing was committed before. If then a member dies that was to give its state to the others, and none of them has it
+    yet, nothing is lost: another one takes its place. (One without the state was not prepared, so no step was committed.)"""
 
 
 class Standing(NamedTuple):
@@ -135,6 +139,7 @@ class Member(NamedTuple):
     holds: bool = False
     leaving: bool = False
     min_ranks: int = 1
+    max_ranks: int | None = None
 
     @property
     def computing(self) -> bool:
@@ -144,11 +149,9 @@ class Member(NamedTuple):
     def epoch(self) -> int:
         return -1 if self.view is None else self.view.epoch
 
-    # -- events ----------------------------------------------------------------------------------------------------------
-
     def received(self) -> Reaction:
         """The state has arrived, of the step with which the view begins."""
-        return self._replace(holds=True), ()
+        return (self._replace(holds=True) if self.computing else self), ()
 
     def averaged(self) -> Reaction:
         """This member has the average of every bucket of the step."""
@@ -164,33 +167,32 @@ class Member(NamedTuple):
         commit = (Commit(self.step),)
         if not change:
             return member, commit
-        member, frozen = member._freeze()
+        member, frozen = member.freeze()
         return member, commit + frozen
 
     def lost(self, epoch: int) -> Reaction:
         """The group of this epoch has failed here."""
-        return self._freeze() if self.computing and epoch == self.epoch else (self, ())
+        return self.freeze() if self.computing and epoch == self.epoch else (self, ())
 
     def leave(self) -> Reaction:
         """This process has been told to end: it leaves with the next change of members, which its vote asks for."""
         return self._replace(leaving=True), ()
 
     def look(self, hub: HubState) -> Reaction:
-        """What the hub knows of the present view, or for a process in the lobby, of the last one."""
+        """What the hub knows of the present view; for a process in the lobby, `next` is the view that has it, if there is one."""
         if hub.next is not None:
             return self._apply(hub.next)
         if self.view is None:
             return self, ()
         if self.computing:
             alarmed = hub.standings or not hub.gone.isdisjoint(self.view.members)
-            return self._freeze() if alarmed else (self, ())
+            return self.freeze() if alarmed else (self, ())
         if self.phase is MemberPhase.FROZEN:
             return self._decide(hub)
         return self, ()
 
-    # -- changes of members ------------------------------------------------------------------------------------------------
-
-    def _freeze(self) -> Reaction:
+    def freeze(self) -> Reaction:
+        """Nothing of the view counts from here on. Once more, for a member that is frozen: the same."""
         standing = Standing(self.step, self.prepared, self.holds, self.leaving)
         return self._replace(phase=MemberPhase.FROZEN), (Abort(self.epoch), Publish(self.epoch, standing))
 
@@ -201,36 +203,51 @@ class Member(NamedTuple):
             return self, ()
         here = {m: hub.standings[m] for m in self.view.members if m not in hub.gone}
         joiners = [m for m in hub.lobby if m not in hub.gone and m not in self.view.members]
-        stay = [m for m in here if not here[m].leaving] + joiners
-        if not stay:
-            return (self._replace(phase=MemberPhase.OUT), (Stop("all have left"),)) if self.leaving else (self, ())
-        if not any(m in here and here[m].holds for m in stay):
+        leavers = {m for m, standing in hub.standings.items() if standing.leaving}
+        stay = [m for m in here if m not in leavers]
+        joiners = joiners[: None if self.max_ranks is None else max(0, self.max_ranks - len(stay))]
+        stay += joiners
+        holders = [m for m in here if here[m].holds]
+        if stay and holders and leavers.issuperset(holders):
             stay = [*here, *joiners]  # a leaver that alone has the state gives it to the others first
-        holders = [m for m in stay if m in here and here[m].holds]
-        if len(stay) < self.min_ranks or not holders:
-            return self, ()
-        step = max(standing.step for standing in here.values() if standing.holds)
-        if all(here[m].prepared and here[m].step == step for m in holders):
+        step = max((standing.step for standing in hub.standings.values()), default=0)
+        if len(stay) < self.min_ranks or not (holders or self.view.begins):
+            # A leaver need not wait. If it was told to leave after it froze, others may count on its state.
+            return self._stop(step) if self.me in leavers and self.me not in stay else (self, ())
+        if holders and all(here[m].prepared and here[m].step == step for m in holders):
             step += 1
-        fresh = tuple(m for m in stay if m not in holders)
-        return self, (Propose(View(self.epoch + 1, tuple(stay), step, fresh)),)
+        fresh = tuple(m for m in stay if m not in (holders or stay[:1]))
+        begins = self.view.begins and step == self.view.step
+        return self, (Propose(View(self.epoch + 1, tuple(stay), step, fresh, begins)),)
 
     def _apply(self, view: View) -> Reaction:
         if self.view is None:
             if self.me not in view.members:
                 return self, ()  # still in the lobby
-            return self._replace(view=view, phase=MemberPhase.OPEN, step=view.step, holds=False), (Enter(view),)
+            return self._in(view), (Enter(view),)
         if view.epoch != self.epoch + 1 or self.phase is MemberPhase.OUT:
             raise InternalError(f"view {view.epoch} after {self.epoch} on {self.me}, {self.phase.value}", story=[])
-        before: tuple[Instruction, ...] = () if self.phase is MemberPhase.FROZEN else (Abort(self.epoch),)
         if self.me not in view.members:
-            why = "it has left" if self.leaving else "the others go on without it, since it was taken for dead"
-            return self._replace(phase=MemberPhase.OUT), (*before, Stop(why))
-        if self.holds and self.step < view.step:
-            if not self.prepared or self.step + 1 != view.step:
-                raise InternalError(f"{self.me} is to commit {view.step - 1}, and is at {self.step}", story=[])
-            before += (Commit(self.step),)
-        elif self.holds:
-            before += (Drop(self.step),)
-        member = self._replace(view=view, phase=MemberPhase.OPEN, step=view.step, prepared=False)
-        return member, (*before, Enter(view))
+            return self._stop(view.step)
+        member, before = self._settle(view.step)
+        if member.holds and member.step != view.step:
+            raise InternalError(f"{self.me} is to commit {view.step - 1}, and is at {self.step}", story=[])
+        return member._in(view), (*before, Enter(view))
+
+    def _in(self, view: View) -> Member:
+        holds = self.holds or self.me not in view.fresh
+        return self._replace(view=view, phase=MemberPhase.OPEN, step=view.step, holds=holds)
+
+    def _stop(self, step: int) -> Reaction:
+        member, before = self._settle(step)
+        why = "it has left" if self.leaving else "the others go on without it, since it was taken for dead"
+        return member._replace(phase=MemberPhase.OUT), (*before, Stop(why))
+
+    def _settle(self, step: int) -> Reaction:
+        """So many steps are committed: commit the one for which this member is prepared if it is one of them, or drop it."""
+        before: tuple[Instruction, ...] = () if self.phase is MemberPhase.FROZEN else (Abort(self.epoch),)
+        if not self.holds:
+            return self, before
+        if self.prepared and self.step + 1 == step:
+            return self._replace(prepared=False, step=step), (*before, Commit(self.step))
+        return self._replace(prepared=False), (*before, Drop(self.step))

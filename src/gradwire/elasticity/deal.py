@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from gradwire.errors import UsageError, UsageTypeError
 
@@ -42,7 +42,8 @@ class Deal:
         seed: int = 0,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
     ) -> None:
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if not map_style or isinstance(dataset, IterableDataset):
             raise UsageTypeError(
                 f"Deal({type(dataset).__name__}): of an iterable data set no other rank can read a sample again. Pass one "
                 "with __len__ and __getitem__."
@@ -57,13 +58,8 @@ class Deal:
         self.dataset = dataset
         self.global_batch = global_batch
         self.slots = slots
-        self.seed = seed
+        self.seed = int(seed)  # another type of number has another hash
         self._collate = collate_fn
-        self._order = functools.lru_cache(maxsize=2)(self._shuffle)  # a batch may have samples of two epochs
-
-    def _shuffle(self, epoch: int) -> Tensor:
-        generator = torch.Generator().manual_seed(_hash(self.seed, epoch))
-        return torch.randperm(len(self.dataset), generator=generator, device="cpu")
 
     def samples(self, step: int, slot: int) -> list[int]:
         """The samples of this slot in this step."""
@@ -71,7 +67,7 @@ class Deal:
             raise UsageError(f"slot {slot} of step {step}: there are {self.slots}, counted from 0.")
         size, length = self.global_batch // self.slots, len(self.dataset)
         first = step * self.global_batch + slot * size
-        return [int(self._order(n // length)[n % length]) for n in range(first, first + size)]
+        return [int(_order(length, self.seed, n // length)[n % length]) for n in range(first, first + size)]
 
     def batch(self, step: int, slot: int) -> Any:
         """The samples of this slot in this step, collated."""
@@ -80,6 +76,12 @@ class Deal:
     def steps(self, epochs: float = 1) -> int:
         """How many steps there are until every sample has been used this many times."""
         return math.ceil(epochs * len(self.dataset) / self.global_batch)
+
+
+@functools.lru_cache(maxsize=4)  # a batch may have samples of two epochs
+def _order(length: int, seed: int, epoch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(fixed_hash(seed, epoch))
+    return torch.randperm(length, generator=generator, device="cpu")
 
 
 def share_slots(slots: int, members: Sequence[str], before: Sequence[str] = ()) -> tuple[str, ...]:
@@ -102,7 +104,7 @@ def share_slots(slots: int, members: Sequence[str], before: Sequence[str] = ()) 
     load.update(m for m in owners if m is not None)
 
     def give(slot: int) -> None:
-        receiver = min(members, key=lambda m: (load[m], _hash(slot, m)))
+        receiver = min(members, key=lambda m: (load[m], fixed_hash(slot, m)))
         giver, owners[slot] = owners[slot], receiver
         load[receiver] += 1
         if giver is not None:
@@ -113,10 +115,10 @@ def share_slots(slots: int, members: Sequence[str], before: Sequence[str] = ()) 
             give(slot)
     while max(load.values()) - min(load.values()) > 1:
         most = max(load.values())
-        give(min((s for s in range(slots) if load[owners[s] or ""] == most), key=lambda s: _hash(s, *members)))
+        give(min((s for s in range(slots) if load[owners[s] or ""] == most), key=lambda s: fixed_hash(s, *members)))
     return tuple(owner for owner in owners if owner is not None)
 
 
-def _hash(*facts: object) -> int:
+def fixed_hash(*facts: object) -> int:
     """A number of 63 bits that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,343 @@
+"""`Performer`: performs what the commit protocol instructs, with the hub and with real groups.
+
+Note [Two threads]
+The thread that trains votes, commits, and applies views. Another one watches the hub, because the first may be computing, or wait
+in a collective or a meeting for a member that has died. It does one thing: it freezes the member, that is, it aborts the group and
+publishes the member's standing. The thread that trains finds that out at its next vote at the latest, and sooner if it waits. Both
+take every step of the machine under one lock; what a step instructs is done after it, in order. An abort comes before its
+publication on both: what one of them has frozen, the other may publish again, which changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.elasticity.machine import (
+    Abort,
+    Commit,
+    Drop,
+    Enter,
+    HubState,
+    Instruction,
+    Member,
+    MemberPhase,
+    Propose,
+    Publish,
+    Reaction,
+    Stop,
+    View,
+    Vote,
+)
+from gradwire.elasticity.run_records import RunRecords
+from gradwire.errors import CollectiveMismatch, GroupAborted, GroupError, HookError, ReplicasDiverged, UsageError
+from gradwire.groups.base import Group
+from gradwire.groups.store.rendezvous import watching
+
+Build = Callable[[View, str, RunRecords], Group]
+"""Makes the group of a view, for the member of this id: all members call it at the same time."""
+_CHANGE = "the members of the run change"
+_PAUSE = 0.05
+_LOOK = 0.5
+"""Seconds for which one look at the hub waits for news."""
+
+
+class Evicted(GroupError):
+    """The others go on without this member, since it was taken for dead."""
+
+
+class TooFewMembers(GroupError):
+    """There were fewer members than `min_ranks` for longer than `patience`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """With how many members a run goes on."""
+
+    min_ranks: int = 1
+    max_ranks: int | None = None
+    starters: int = 0
+    """With how many it begins, less those that have died; 0 for a process that joins later."""
+    patience: float = 600.0
+    """Seconds for which a member waits for others."""
+
+
+class Trainer(Protocol):
+    """What is trained: called by the thread that trains, in the order that the protocol asks for."""
+
+    def commit(self) -> None:
+        """Step the optimizer with the averages."""
+
+    def drop(self) -> None:
+        """Have everything as it was when the step began."""
+
+    def hand_over(self, leaving: bool) -> None:
+        """Some members leave: one that stays takes on what they owe. A collective of the old view."""
+
+    def follow(self, view: View) -> None:
+        """This view comes next, whether or not its group can be made: called for every view with this member, in order."""
+
+    def enter(self, view: View, group: Group) -> None:
+        """Use this group; give the state to the fresh members of the view, or receive it."""
+
+
+class Performer:
+    """One process in one run."""
+
+    def __init__(
+        self, me: str, connect: Callable[[], RunRecords], build: Build, trainer: Trainer, limits: Limits
+    ) -> None:
+        """`connect` is called once for each thread."""
+        self.member = Member(me, min_ranks=limits.min_ranks, max_ranks=limits.max_ranks)
+        self.left: str | None = None
+        """Why this process is out of the run, once it is."""
+        self._connect = connect
+        self._records = connect()
+        self._build = build
+        self._trainer = trainer
+        self._starters = limits.starters
+        self._patience = limits.patience
+        self._lock = threading.Lock()
+        self._present: tuple[int, Group | None] = (-1, None)
+        self._lobby: tuple[str, ...] = ()
+        self._leaving = False
+        self._leave_voted = False
+        self._facts: list[int] = []
+        self._closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name=f"gradwire-members-{me}", daemon=True)
+
+    @property
+    def view(self) -> View:
+        assert self.member.view is not None
+        return self.member.view
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the members change: what is computed now may be dropped."""
+        return not self.member.computing
+
+    def leave(self) -> None:
+        """Leave after the next step. May be called in a signal handler."""
+        self._leaving = True
+
+    def join(self, step: int) -> None:
+        """Wait in the lobby until there is a view with this process. `step` is where a run begins of which it is the first."""
+        records, me = self._records, self.member.me
+        if records.last_view(me) is not None:
+            raise UsageError(
+                f"gw.elastic() in {me}: this process was in this run before, and a member that has left does not come back. Start "
+                "another process, or a run of its own."
+            )
+        records.enter_lobby(me, self._starters)
+        self._watcher.start()
+        deadline, version = time.monotonic() + self._patience, -1
+        while self.member.phase is MemberPhase.LOBBY:
+            lobby = records.lobby(me, after=version, wait=_LOOK)
+            version, view, here = lobby.version, lobby.view, ", ".join(lobby.here)
+            if lobby.complete:
+                view = self._first_view(lobby.here, step)
+            if view is not None:
+                self._react(lambda member, view=view: member.look(HubState({}, next=view)))  # type: ignore[misc]
+            elif self._leaving or lobby.ended:
+                self._stop(Stop("it has left" if self._leaving else "training has ended"))
+            elif lobby.begun and lobby.lost is None:
+                deadline = time.monotonic() + self._patience  # it may be needed later
+            elif lobby.lost is not None:
+                raise TooFewMembers(
+                    f"joining the run as {me}: its last members, {', '.join(lobby.lost.members)}, have all ended, and nobody has "
+                    f"the state after step {lobby.lost.step} or later. Begin again from a checkpoint: gw.elastic(state=...)."
+                )
+            elif time.monotonic() > deadline:
+                raise TooFewMembers(
+                    f"joining the run as {me}: no view with it in {self._patience:.3g} s. In the lobby: {here}. Look at the output "
+                    "of the members, or raise patience=."
+                )
+        self.settle()
+
+    def _first_view(self, here: Sequence[str], step: int) -> View | None:
+        here = sorted(here, key=lambda one: (len(one), one))[: self.member.max_ranks]
+        if len(here) < self.member.min_ranks or here[0] != self.member.me:
+            return None
+        view = self._records.propose(View(0, tuple(here), step, tuple(here[1:]), begins=True))
+        return view if self.member.me in view.members else None
+
+    def lost(self) -> None:
+        """The group has failed here."""
+        self._react(lambda member: member.lost(member.epoch))
+
+    def vote(self, facts: list[int]) -> None:
+        """This member has all averages: vote, and commit the step, or change the members and commit or drop it. `facts` must be
+        the same on all members."""
+        self._facts = facts
+        self._react(Member.averaged)
+        self.settle()
+
+    def settle(self) -> None:
+        """If the members change, wait until there is a view whose group works."""
+        group = self._present[1]
+        if group is not None and group.failure is not None:
+            self.lost()
+        published, version, deadline = -2, -1, time.monotonic() + self._patience
+        while self.member.phase is MemberPhase.FROZEN:
+            epoch, hub = self.member.epoch, HubState({})
+            try:
+                if published != epoch:
+                    for instruction in self.member.freeze()[1]:
+                        self._perform(instruction, self._records)
+                    published, version = epoch, -1
+                version, hub = self._records.look(epoch, after=version, wait=_LOOK)
+            except GroupError:  # the hub is away
+                time.sleep(_PAUSE)
+            self._react(lambda member, hub=hub: member.look(hub))  # type: ignore[misc]
+            if time.monotonic() > deadline and self.member.phase is MemberPhase.FROZEN:
+                raise self._too_few(hub)
+
+    def _too_few(self, hub: HubState) -> TooFewMembers:
+        silent = [one for one in self.view.members if one not in hub.standings and one not in hub.gone]
+        missing = f"waits for {', '.join(silent)}" if silent else f"fewer than {self.member.min_ranks} members are left"
+        return TooFewMembers(
+            f"change of members after step {self.member.step} on {self.member.me}: {missing}, for {self._patience:.3g} s. Let "
+            "processes join, or begin again from a checkpoint with fewer (min_ranks=)."
+        )
+
+    def end(self) -> None:
+        """Training has ended on all members."""
+        with contextlib.suppress(GroupError):
+            self._records.end(self.member.step)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Take no part any more."""
+        self._closed.set()
+        with contextlib.suppress(GroupError):
+            self._records.mark(self.member.me, gone=True)
+        self._records.close()
+        if self._watcher.ident is not None:
+            self._watcher.join(timeout)
+        self._exchange(-1, None)
+
+    def _react(self, event: Callable[[Member], Reaction]) -> None:
+        with self._lock:
+            if self._leaving:  # before a standing is published that says otherwise
+                self.member, _ = self.member.leave()
+            self.member, todo = event(self.member)
+        for instruction in todo:
+            if not isinstance(instruction, Publish):  # which `settle` does: a backward must not wait for the hub
+                self._perform(instruction, self._records)
+
+    def _watch(self) -> None:
+        records, epoch, version = self._connect(), -2, -1
+        while not self._closed.is_set():
+            if epoch != self.member.epoch:
+                epoch, version = self.member.epoch, -1
+            try:
+                version, hub = records.look(epoch, after=version, wait=_LOOK)
+            except GroupError:
+                continue  # training goes on without it
+            self._lobby = tuple(one for one in hub.lobby if one not in hub.gone)
+            with self._lock:
+                member = self.member
+                if not member.computing or member.epoch != epoch:
+                    continue
+                self.member, todo = member.lost(epoch) if hub.next is not None else member.look(hub)
+            try:
+                for instruction in todo:
+                    self._perform(instruction, records)
+            except GroupError:
+                continue  # the thread that trains publishes it when the hub is back
+        records.close()
+
+    def _perform(self, instruction: Instruction, records: RunRecords) -> None:
+        match instruction:
+            case Abort(epoch):
+                here, group = self._present
+                if here == epoch and group is not None:
+                    group.abort(_CHANGE)
+            case Publish(epoch, standing):
+                records.publish(epoch, self.member.me, standing)
+            case Vote():
+                self._vote(instruction)
+            case Propose(view):
+                try:
+                    recorded = records.propose(view)
+                except GroupError:
+                    return  # the hub is away: `settle` decides again when it is back
+                self._react(lambda member: member.look(HubState({}, next=recorded)))
+            case Commit():
+                self._trainer.commit()
+                if self._leave_voted:
+                    self._leave_voted = False
+                    with contextlib.suppress(GroupError):  # then it is lost, as in a crash
+                        self._trainer.hand_over(self.member.leaving)
+            case Drop():
+                self._trainer.drop()
+            case Enter(view):
+                self._enter(view)
+            case Stop():
+                self._stop(instruction)
+
+    def _vote(self, vote: Vote) -> None:
+        group = self._present[1]
+        assert group is not None
+        wants = bool(self._lobby) and len(self.view.members) < (self.member.max_ranks or len(self.view.members) + 1)
+        numbers = [-int(wants), -int(self.member.leaving), *self._facts, *(-fact for fact in self._facts)]
+        votes = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        try:
+            group.submit(all_reduce(votes, op=ReduceOp.MIN, label="vote")).wait()
+            join, leave, *facts = votes.tolist()
+            half = len(facts) // 2
+            if any(low != -high for low, high in zip(facts[:half], facts[half:], strict=True)):
+                raise ReplicasDiverged(
+                    f"vote on step {vote.step} in view {vote.epoch}: members differ in parameters, buckets, hook, or numbers of "
+                    "the optimizer, as those of a scheduler that is not stepped in update=, and this one is "
+                    f"{self.member.me}. Nothing was committed. Begin again from the last checkpoint."
+                )
+        except GroupError as error:
+            if isinstance(error, CollectiveMismatch):
+                raise
+            self.lost()
+            return
+        self._leave_voted = bool(leave)
+        self._react(lambda member: member.voted(vote.epoch, change=bool(join or leave)))
+
+    def _enter(self, view: View) -> None:
+        self._trainer.follow(view)
+        try:
+            with watching(self._meeting_ended):
+                group = self._build(view, self.member.me, self._records)
+            self._exchange(view.epoch, group)
+            self._lobby = ()
+            if self.frozen:
+                group.abort(_CHANGE)
+            self._trainer.enter(view, group)
+        except GroupError as error:
+            if isinstance(error, CollectiveMismatch):
+                raise
+            self.lost()
+            return
+        if not self.member.holds:
+            self._react(Member.received)
+
+    def _meeting_ended(self) -> GroupError | None:
+        return GroupAborted(_CHANGE, reason=_CHANGE) if self.frozen else None
+
+    def _exchange(self, epoch: int, group: Group | None) -> None:
+        (_, old), self._present = self._present, (epoch, group)
+        if old is not None:
+            with contextlib.suppress(HookError):
+                old.close(0.0)
+
+    def _stop(self, stop: Stop) -> None:
+        self.left = stop.why
+        with self._lock:
+            self.member = self.member._replace(phase=MemberPhase.OUT)
+        if self.member.leaving or self._leaving:
+            self._records.leave(self.member.me)
+        elif self.member.view is not None:
+            raise Evicted(f"{self.member.me}: {stop.why}. Start it again: it joins with the state of the others.")

@@ -1,0 +1,293 @@
+"""`ElasticRun`: a training loop that goes on while members die, leave and join. See `gw.elastic`.
+
+A member whose group fails in backward notices nothing there: its loop goes on to `commit`, which changes the members and drops the
+step, or commits it after all, and the loop computes what comes next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradwire.collectives import barrier
+from gradwire.elasticity.deal import Deal, fixed_hash
+from gradwire.elasticity.machine import View
+from gradwire.elasticity.performer import Build, Limits, Performer
+from gradwire.elasticity.run_records import RunRecords
+from gradwire.elasticity.training import Training
+from gradwire.errors import CollectiveMismatch, GroupError, HookError, UsageError, UsageTypeError
+from gradwire.events import Handle
+from gradwire.groups.base import Group
+from gradwire.hooks.base import CommHook
+from gradwire.hooks.periodic.base import OuterHook
+from gradwire.policies import Buckets, Graph
+
+_END = 10.0
+"""Seconds for which a member waits for the others when training has ended."""
+
+
+class ElasticRun:
+    """One process in one run. Iterate over it: each iteration is one step, or the same one again if members were lost in it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        hook: CommHook | None = None,
+        data: Deal | None = None,
+        graph: Graph = Graph.ALL_USED,
+        buckets: Buckets | None = None,
+    ) -> None:
+        for name, value, kind in (("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+            if not isinstance(value, kind):
+                raise UsageTypeError(f"gw.elastic({name}={value!r}): pass an object of {kind.__name__}.")
+        if data is not None and not isinstance(data, Deal):
+            raise UsageTypeError(
+                f"gw.elastic(data={type(data).__name__}): members read parts of each batch. Pass gw.Deal(dataset, ...)."
+            )
+        ours = set(model.parameters())
+        others = sum(p not in ours for group in optimizer.param_groups for p in group["params"])
+        if others:
+            raise UsageError(
+                f"gw.elastic(): the optimizer has {others} parameters that are not the model's, whose gradients nobody would "
+                "average. Make them part of the model, e.g. of an nn.ModuleList with the loss in it."
+            )
+        if graph is Graph.STATIC:
+            raise UsageError(
+                "gw.elastic(graph=Graph.STATIC): members that join have not seen the graph that the others have learned. Choose "
+                "policies.Graph.ALL_USED or FIND_UNUSED."
+            )
+        if isinstance(hook, OuterHook):
+            raise HookError(
+                f"gw.elastic(hook={hook!r}): members commit gradients, and this hook averages parameters after many steps. "
+                "Choose one that averages gradients.",
+                hook=repr(hook),
+            )
+        self.model = model
+        self.optimizer = optimizer
+        self.data = data
+        self.steps: int | None = None
+        """After how many steps the loop ends."""
+        self.check_every = 100
+        """After how many steps members compare their parameters."""
+        self.training = Training(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
+        self.training.entered = self._entered
+        self.training.replica.reducer.iterations.survive = self._survive
+        self._performer: Performer | None = None
+        self.finished = self._leaving = False
+        """Whether training has ended here, for whatever reason but that this process leaves."""
+        self._listeners: list[Callable[[View], object]] = []
+
+    # -- who trains ------------------------------------------------------------------------------------------------------
+
+    def start(self, me: str, connect: Callable[[], RunRecords], build: Build, limits: Limits) -> ElasticRun:
+        """Join the run: returns when this process is a member, with the state of the others."""
+        self.optimizer.load_state_dict(
+            self.optimizer.state_dict()
+        )  # the first call imports much, and others would wait
+        self._performer = Performer(me, connect, build, self.training, limits)
+        if self._leaving:
+            self._performer.leave()
+        self._performer.join(self.committed)
+        if not self.left:
+            self.training.open()
+        return self
+
+    @property
+    def performer(self) -> Performer:
+        assert self._performer is not None, "start() comes first"
+        return self._performer
+
+    @property
+    def view(self) -> View:
+        """The members, in rank order, and since which step."""
+        return self.performer.view
+
+    @property
+    def group(self) -> Group:
+        """The group of the present view. Another one replaces it when members change."""
+        return self.training.group
+
+    @property
+    def left(self) -> bool:
+        """Whether this process has left the run, or came when training had ended."""
+        return self.performer.left is not None
+
+    def leave(self) -> None:
+        """Leave after the present step: what this member owes goes to another one. May be called in a signal handler."""
+        self._leaving = True
+        if self._performer is not None:
+            self._performer.leave()
+
+    def on_view(self, fn: Callable[[View], object]) -> Handle:
+        """Call `fn(view)` when members have changed, and once now if this process is a member."""
+        self._listeners.append(fn)
+        if not self.left:
+            fn(self.view)
+        return Handle(lambda: self._listeners.remove(fn))
+
+    def _entered(self, view: View) -> None:
+        for fn in list(self._listeners):
+            fn(view)
+
+    def close(self) -> None:
+        """End training, on all members: each calls it after the same step. A no-op if it is closed."""
+        self._finish()
+        self._release()
+
+    def _release(self) -> None:
+        self.finished = self.finished or not self.left
+        if self._performer is not None:
+            self._performer.close()
+        self.training.detach()
+
+    def __enter__(self) -> ElasticRun:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """After an error the others go on, and a process in place of this one may join them."""
+        (self.close if kind is None else self._release)()
+
+    # -- the loop --------------------------------------------------------------------------------------------------------
+
+    @property
+    def committed(self) -> int:
+        """How many steps have been committed."""
+        return self.training.committed
+
+    @property
+    def done(self) -> bool:
+        return self.left or self.finished or (self.steps is not None and self.committed >= self.steps)
+
+    def __iter__(self) -> Iterator[ElasticStep]:
+        while not self.done:
+            step = ElasticStep(self)
+            yield step
+            if not step.ended and not self.left:
+                raise UsageError(
+                    f"step {step.number} of the run ended without commit(). Call it at the end of every iteration."
+                )
+        self._finish()
+
+    def _finish(self) -> None:
+        """Training has ended: nobody goes before all have the last step, and nobody is replaced or joins any more."""
+        if not self.finished and self._performer is not None and not self.left:
+            self.finished = True
+            with contextlib.suppress(GroupError):
+                self.group.submit(barrier(label="the end of training").within(_END)).wait()
+            self._performer.end()
+
+    def commit(self) -> bool:
+        """Vote on the step, and step the optimizer; False if it is to be computed again. See `ElasticStep.commit`."""
+        if self.left:
+            return False
+        number, performer = self.committed, self.performer
+        if self.done:
+            raise UsageError(
+                f"commit() of step {number}: the run has ended. Loop while not run.done, or choose more steps=."
+            )
+        if not performer.frozen:
+            if not self.training.averaged:
+                raise UsageError(
+                    f"commit() of step {number}: no gradients were averaged in it. Call backward() for every batch of the step "
+                    "first. If it does not use all parameters, pass graph=Graph.FIND_UNUSED to gw.elastic."
+                )
+            if self.training.averaged > 1:
+                raise UsageError(
+                    f"commit() of step {number}: gradients were averaged {self.training.averaged} times in it. Take the next batch "
+                    "only after the backward of the one before; call commit() after the last."
+                )
+            if self._share_buffers():
+                due = number == self.view.step or (self.check_every and number % self.check_every == 0)
+                performer.vote(self.training.facts(self.view, digests=bool(due)))
+        performer.settle()
+        if not self.done:
+            self.training.open()
+        return self.committed > number
+
+    def step(self) -> bool:
+        """For a loop of your own: call it after `backward()`, in place of `optimizer.step()`. False: nothing was changed, because
+        members were lost; compute the same batch again."""
+        return self.commit()
+
+    def _survive(self, error: GroupError) -> bool:
+        if isinstance(error, CollectiveMismatch):
+            return False
+        self.performer.lost()
+        return True
+
+    def _share_buffers(self) -> bool:
+        """All members have those of the first one at a commit."""
+        try:
+            self.training.replica.state.sync_buffers()
+        except GroupError as error:
+            if not self._survive(error):
+                raise
+            return False
+        return True
+
+    # -- state -----------------------------------------------------------------------------------------------------------
+
+    def register(self, **objects: Any) -> None:
+        """Objects with `state_dict` and `load_state_dict` that belong to the run: they travel to members that join."""
+        self._refuse_after_start("register", "register=")
+        for name, one in objects.items():
+            if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
+                raise UsageTypeError(
+                    f"register {name}={one!r}: it has no state_dict and load_state_dict. Pass one that has."
+                )
+        self.training.registered |= objects
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a run needs to go on from the last committed step: pass it to `gw.elastic(state=...)`."""
+        return self.training.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin with this state, if nobody else has begun the run."""
+        self._refuse_after_start("load_state_dict", "state=")
+        self.training.load_state_dict(state)
+
+    def _refuse_after_start(self, method: str, instead: str) -> None:
+        if self._performer is not None:
+            raise UsageError(
+                f"{method}() of a run that has begun: the state of the others has been received. Pass {instead} to gw.elastic."
+            )
+
+
+class ElasticStep:
+    """One step of a run, on one member. Iterate over it: one batch for each of the member's slots."""
+
+    def __init__(self, run: ElasticRun) -> None:
+        self.number = run.committed
+        self.ended = False
+        """Whether `commit` was called."""
+        self.committed = False
+        self._run = run
+
+    def __iter__(self) -> Iterator[Any]:
+        run, slots = self._run, self._run.training.slots
+        if run.data is None:
+            raise UsageError(
+                f"the batches of step {self.number}: the run has no data. Pass data=gw.Deal(...) to gw.elastic."
+            )
+        for slot in slots:
+            if run.performer.frozen:
+                return  # it is computed again, or by others
+            run.training.replica.sync = slot == slots[-1]
+            seed = fixed_hash(run.data.seed, self.number, slot)
+            torch.manual_seed(seed)
+            random.seed(seed)
+            yield run.data.batch(self.number, slot)
+
+    def commit(self) -> bool:
+        """Vote, and step the optimizer when all members have all averages. If members were lost, there is another view when it
+        returns; False: the step is computed again in that one, in the next iteration."""
+        self.ended = True
+        self.committed = self._run.commit()
+        return self.committed

@@ -1,0 +1,172 @@
+"""`RunRecords`: what members and launchers of one run write into the hub, and what they read from it."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+from gradwire.elasticity.hub import HubClient, Records
+from gradwire.elasticity.machine import HubState, Standing, View
+
+
+class Lobby(NamedTuple):
+    """What concerns processes that have no view."""
+
+    version: int
+    view: View | None
+    """The first one with the process that asks."""
+    here: tuple[str, ...]
+    """Those that wait."""
+    complete: bool
+    """Whether the run can begin: all are here with which it should, less those that have ended."""
+    ended: bool
+    """Whether training has ended."""
+    begun: bool
+    """Whether there is a view."""
+    lost: View | None
+    """The last view, if all its members have ended, but for those that had not received the state: nobody has it."""
+
+
+class RunRecords:
+    """What members and launchers write into the hub and read from it: views, standings, the gone and the lobby. For one thread."""
+
+    def __init__(self, hub: HubClient | Records) -> None:
+        self.hub = hub
+        self._forget()
+
+    def _forget(self) -> None:
+        self._version = 0
+        """That of what follows: only what is later is read again."""
+        self._views: dict[int, View] = {}
+        self._standings: dict[int, dict[str, Standing]] = {}
+        self._gone: set[str] = set()
+        self._lobby: dict[str, None] = {}
+        self._spares: set[str] = set()
+        self._left: set[str] = set()
+        self._taken: set[str] = set()
+        self._meetings: dict[int, str] = {}
+        self._sets = {"gone": self._gone, "spare": self._spares, "left": self._left, "silent": set()}
+        self._starters: int | None = None
+        self._ended = False
+
+    def publish(self, epoch: int, me: str, standing: Standing) -> None:
+        self.hub.compare_set(f"standing/{epoch}/{me}", "", json.dumps(standing))
+
+    def propose(self, view: View) -> View:
+        """Record the view, unless there is one of its epoch: returns that which is recorded."""
+        return _view(self.hub.compare_set(f"view/{view.epoch}", "", json.dumps(view)))
+
+    def enter_lobby(self, me: str, starters: int = 0) -> None:
+        """It is ready to join. `starters`, if not 0, is the number of members with which the run begins."""
+        if starters:
+            self.hub.compare_set("starters", "", str(starters))
+        self.hub.compare_set(f"lobby/{me}", "", "ready")
+
+    def announce(self, epoch: int, where: str) -> None:
+        """The members of this view meet there."""
+        self.hub.compare_set(f"meeting/{epoch}", "", where)
+
+    def meeting(self, epoch: int, wait: float) -> str | None:
+        """Where the members of this view meet; waits at most so long for anything new."""
+        if epoch not in self._meetings:
+            self._read(self._version, wait)
+        return self._meetings.get(epoch)
+
+    def end(self, step: int) -> None:
+        """Training has ended with this step: nobody joins any more."""
+        self.hub.compare_set("ended", "", str(step))
+
+    def begin(self, what: str) -> str:
+        """Record what run this is, unless one has begun here: returns what is recorded; with "", nothing if none has."""
+        return self.hub.compare_set("run", "", what)
+
+    def hold(self, member: str, *, spare: bool) -> None:
+        """A spare is not in the lobby of others, until a launcher lets it take the place of a rank."""
+        self.hub.compare_set(f"spare/{member}", "" if spare else "spare", "spare" if spare else "")
+
+    def leave(self, me: str) -> None:
+        """This process ends since it was told to, and not since training has finished."""
+        self.hub.compare_set(f"left/{me}", "", "left")
+
+    def has_left(self, member: str) -> bool:
+        self._read(-1, 0.0)
+        return member in self._left
+
+    def mark(self, member: str, *, gone: bool) -> None:
+        """Its process has ended or is stopped; or, not `gone`, it continues."""
+        self.hub.compare_set(f"gone/{member}", "" if gone else "gone", "gone" if gone else "")
+
+    def look(self, epoch: int, after: int = -1, wait: float = 0.0) -> tuple[int, HubState]:
+        """What concerns the members of the view of this epoch; waits at most so long for anything later than version `after`."""
+        self._read(after, wait)
+        standings, following = dict(self._standings.get(epoch, {})), self._views.get(epoch + 1)
+        lobby = tuple(member for member in self._lobby if member not in self._spares)
+        return self._version, HubState(standings, self._out_of_reach, lobby, following)
+
+    def last_view(self, member: str | None = None) -> View | None:
+        """The view of the latest epoch; for a process in the lobby, of those that have this member: it may be out again."""
+        self._read(-1, 0.0)
+        latest = reversed(self._views.values())
+        return next((view for view in latest if member is None or member in view.members), None)
+
+    def lobby(self, me: str, after: int = -1, wait: float = 0.0) -> Lobby:
+        """What a process can know that has no view."""
+        self._read(after, wait)
+        views, gone = self._views, self._out_of_reach
+        here = tuple(one for one in self._lobby if one not in gone | self._spares)
+        mine = next((view for view in views.values() if me in view.members), None)
+        last = views[max(views)] if views else None
+        complete = last is None and self._starters is not None and len(gone) + len(here) >= self._starters
+        lost = None
+        if last is not None:  # a silent host may be back
+            standings = {} if last.begins else self._standings.get(last.epoch, {})
+            without = {one for one, standing in standings.items() if not standing.holds}
+            lost = last if (self._gone | without).issuperset(last.members) else None
+        return Lobby(self._version, mine, here, complete, self._ended, last is not None, lost)
+
+    @property
+    def _out_of_reach(self) -> frozenset[str]:
+        """The gone, and all whose launcher is silent."""
+        silent = self._sets["silent"]
+        known = {*self._taken, *self._lobby} if silent else ()
+        return frozenset([*self._gone, *(member for member in known if launcher_of(member) in silent)])
+
+    def close(self) -> None:
+        if isinstance(self.hub, HubClient):
+            self.hub.close()
+
+    def _read(self, after: int, wait: float) -> None:
+        version, changes = self.hub.read("", self._version, wait if after >= self._version else 0.0)
+        if version < self._version:
+            self._forget()
+        self._version = version
+        for key, value in changes.items():
+            kind, _, name = key.partition("/")
+            if kind == "view":
+                self._views[int(name)] = view = _view(value)
+                self._taken.update(view.members)
+                for member in view.members:
+                    self._lobby.pop(member, None)
+            elif kind == "standing":
+                epoch, _, name = name.partition("/")
+                self._standings.setdefault(int(epoch), {})[name] = Standing(*json.loads(value))
+            elif kind == "lobby" and name not in self._taken:
+                self._lobby[name] = None
+            elif (members := self._sets.get(kind)) is not None:
+                (members.add if value else members.discard)(name)
+            elif kind == "meeting":
+                self._meetings[int(name)] = value
+            elif kind == "starters":
+                self._starters = int(value)
+            elif kind == "ended":
+                self._ended = True
+
+
+def launcher_of(member: str) -> str:
+    """The launcher that has started this process: with its name the ids of its processes begin. Itself, if none has."""
+    return member.rpartition("-")[0] or member
+
+
+def _view(text: str) -> View:
+    epoch, members, step, fresh, begins = json.loads(text)
+    return View(epoch, tuple(members), step, tuple(fresh), begins)

@@ -1,0 +1,119 @@
+"""State on its way to another member or into a file: tensors as bytes, all else as JSON, and nothing is ever executed.
+
+`pack` takes apart what `state_dict()`s are made of: dicts, lists, tuples, numbers, texts and tensors. `send` and `receive` bring it
+to a member that joins, with a checksum for each tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import build
+from gradwire.errors import GroupError, UsageTypeError
+from gradwire.groups.base import Group
+
+_PIECE = 2**24
+"""Bytes of a message: a member that receives needs no second copy of the whole."""
+_TAG = 0x656C61
+
+
+def pack(value: Any, tensors: list[Tensor], path: str = "state") -> Any:
+    """`value` as JSON, in which tensors are their places in `tensors`.
+
+    >>> tensors = []
+    >>> pack({"step": 1, 0: (torch.ones(2),)}, tensors)
+    ['dict', [['step', 1], [0, ['tuple', [['tensor', 0]]]]]]
+    """
+    if hasattr(value, "item") and not isinstance(value, Tensor):
+        value = value.item()  # a number of numpy's
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Tensor):
+        tensors.append(value.detach())
+        return ["tensor", len(tensors) - 1]
+    if isinstance(value, Mapping):
+        items = [[pack(k, tensors, path), pack(v, tensors, f"{path}[{k!r}]")] for k, v in value.items()]
+        return ["counter" if isinstance(value, Counter) else "dict", items]
+    if isinstance(value, list | tuple):
+        parts = [pack(part, tensors, f"{path}[{i}]") for i, part in enumerate(value)]
+        return ["list" if isinstance(value, list) else "tuple", parts]
+    raise UsageTypeError(
+        f"{path} is a {type(value).__name__}, which cannot travel to another member. Let state_dict() return numbers, texts, "
+        "tensors, and dicts, lists and tuples of them."
+    )
+
+
+def unpack(packed: Any, tensors: list[Tensor]) -> Any:
+    """What `pack` was given."""
+    if not isinstance(packed, list):
+        return packed
+    kind, parts = packed
+    match kind:
+        case "tensor":
+            return tensors[parts]
+        case "dict" | "counter":
+            items = {unpack(key, tensors): unpack(part, tensors) for key, part in parts}
+            return items if kind == "dict" else Counter(items)
+        case "list":
+            return [unpack(part, tensors) for part in parts]
+        case "tuple":
+            return tuple(unpack(part, tensors) for part in parts)
+    raise GroupError(f"a state with a {kind!r} in it was received. All members need the same version of gradwire.")
+
+
+def send(group: Group, rank: int, value: Any) -> None:
+    """Bring a state to a member, which calls `receive`."""
+    tensors: list[Tensor] = []
+    packed = pack(value, tensors)
+    rows = [_bytes(t) for t in tensors]
+    about = [
+        [str(t.dtype).removeprefix("torch."), list(t.shape), _checksum(row)]
+        for t, row in zip(tensors, rows, strict=True)
+    ]
+    head = torch.frombuffer(bytearray(json.dumps([packed, about]).encode()), dtype=torch.uint8)
+    _send(group, rank, torch.tensor([head.numel()], device="cpu").view(torch.uint8))
+    for row in [head, *rows]:
+        _send(group, rank, row)
+
+
+def receive(group: Group, rank: int) -> Any:
+    """The state that this member sends."""
+    length = _receive(group, rank, 8).view(torch.int64).item()
+    packed, about = json.loads(bytes(_receive(group, rank, int(length)).numpy()))
+    tensors = []
+    for number, (dtype, shape, checksum) in enumerate(about):
+        like = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+        row = _receive(group, rank, like.nbytes)
+        if _checksum(row) != checksum:
+            raise GroupError(
+                f"tensor {number} of the state from rank {rank} of {group}: the checksum differs. It is sent again."
+            )
+        tensors.append(row.view(like.dtype).view(shape) if like.nbytes else like)
+    return unpack(packed, tensors)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+
+
+def _checksum(row: Tensor) -> int:
+    return zlib.crc32(row.numpy().data)
+
+
+def _send(group: Group, rank: int, row: Tensor) -> None:
+    for piece in row.split(_PIECE) if row.numel() else ():
+        group.submit(build.send(piece, dst=rank, tag=_TAG, label="state")).wait()
+
+
+def _receive(group: Group, rank: int, nbytes: int) -> Tensor:
+    row = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    for piece in row.split(_PIECE) if nbytes else ():
+        group.submit(build.recv(piece, src=rank, tag=_TAG, label="state")).wait()
+    return row

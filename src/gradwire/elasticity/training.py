@@ -1,0 +1,220 @@
+"""`Training`: a model, its optimizer and its data on one member, in steps that are committed or dropped.
+
+Note [A step that may be lost]
+A step changes gradients, the hook's states, buffers and random numbers before it is committed; parameters and the optimizer change
+at the commit alone. So when a step begins, the hook's states are forked and the buffers copied, and a step that is dropped has both
+as they were and no gradients. Random numbers need no copy: each slot of a step seeds them, so it is the same on any member, however
+often it is computed.
+
+Note [Divided by slots]
+Gradients of the slots are added up, on a member by autograd and over members by the hook, and divided by the number of slots,
+on any member. So what a member owes counts the same with any number of members, and need not be rescaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.elasticity.deal import Deal, fixed_hash, share_slots
+from gradwire.elasticity.machine import View
+from gradwire.elasticity.state import receive, send
+from gradwire.errors import UsageError
+from gradwire.groups.base import Group
+from gradwire.groups.threads_group import ThreadGroup
+from gradwire.hooks.base import CommHook, Trait
+from gradwire.parallel.divergence import DivergenceSchedule, digest
+from gradwire.parallel.replicate import replicate
+from gradwire.policies import Buckets, Buffers, Graph, NonFinite
+from gradwire.reducer.hook.hook_states import StepFork, from_dict
+
+
+class Training:
+    """What one member of a run trains. Its `Performer` calls it, in the thread that trains."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        hook: CommHook | None,
+        data: Deal | None,
+        graph: Graph,
+        buckets: Buckets | None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.data = data
+        self.update: Callable[[], object] = optimizer.step
+        """What a commit does with the averages."""
+        self.committed = 0
+        self.slots: list[int] = []
+        """Those that this member computes in the present view."""
+        self.registered: dict[str, Any] = {}
+        self.entered: Callable[[View], object] = lambda view: None
+        """Called when this member has entered a view."""
+        self.group: Group = ThreadGroup.world(1)[0]
+        self.replica = replicate(
+            model,
+            group=self.group,
+            hook=hook,
+            buckets=buckets or Buckets(from_start=True),
+            graph=graph,
+            buffers=Buffers.NEVER,
+            nonfinite=NonFinite.PASS,
+        )
+        self.replica.reducer.order.limits = None  # buckets depend on the model alone, so all members have the same
+        self.replica.divergence = DivergenceSchedule(None)
+        self._owners: tuple[str, ...] = ()
+        self._fork: StepFork | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self._reduced = 0
+        self._updating = False
+        self._step_hook = optimizer.register_step_pre_hook(self._before_update)
+
+    # -- a step ----------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """See Note [A step that may be lost]."""
+        self._clear_gradients()
+        self._fork = self.replica.runner.states.fork()
+        self._reduced = self.replica.reducer.steps
+        self._buffers = {name: buffer.clone() for name, buffer in self.replica.state.named_buffers().items()}
+
+    @property
+    def averaged(self) -> int:
+        """How many times gradients were averaged in the step: once, when this member has the average of every bucket."""
+        return self.replica.reducer.steps - self._reduced
+
+    def facts(self, view: View, *, digests: bool) -> list[int]:
+        """What must be equal on all members when they vote."""
+        hook, slots = repr(self.replica.hook), 0 if self.data is None else self.data.slots
+        bits = [int(digest(p)) for p in self.replica.parameters] if digests else []
+        rates = [
+            v for group in self.optimizer.param_groups for _, v in sorted(group.items()) if isinstance(v, int | float)
+        ]
+        return [
+            fixed_hash(self.committed, view.epoch, hook, self._owners, slots, *map(float, rates)),
+            fixed_hash(*bits),
+        ]
+
+    def _before_update(self, *_: object) -> None:
+        if self._fork is not None and not self._updating:
+            raise UsageError(
+                f"optimizer.step() in step {self.committed} of a run: it would change parameters before the members have voted. "
+                "Call commit() instead, which calls it, or the update= that you pass to gw.elastic."
+            )
+
+    def commit(self) -> None:
+        self._updating = True
+        try:
+            self.update()
+        finally:
+            self._updating = False
+        fork = self._end()
+        assert fork is not None
+        fork.commit()
+        self.committed += 1
+
+    def drop(self) -> None:
+        self.replica.runner.driver.drain(self.group.timeout)
+        fork = self._end()
+        if fork is None:
+            return  # the step before was committed, and none has begun
+        fork.drop()
+        with torch.no_grad():
+            for name, buffer in self.replica.state.named_buffers().items():
+                if name in self._buffers:
+                    buffer.copy_(self._buffers[name])
+
+    def _end(self) -> StepFork | None:
+        fork, self._fork = self._fork, None
+        self.replica.reducer.abandon("the step has ended")
+        self._clear_gradients()
+        return fork
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def detach(self) -> None:
+        """Leave the model and the optimizer as they were before."""
+        self._step_hook.remove()
+        self.replica.detach()
+
+    # -- members ---------------------------------------------------------------------------------------------------------
+
+    def hand_over(self, leaving: bool) -> None:
+        group, runner = self.group, self.replica.runner
+        if Trait.REMEMBERS not in runner.hook.traits:
+            return
+        flags = torch.empty(group.size, dtype=torch.int64, device="cpu")
+        group.all_gather_into_tensor(flags, torch.tensor([int(leaving)], device="cpu"), label="who leaves")
+        leavers = [rank for rank in range(group.size) if flags[rank]]
+        heir = next((rank for rank in range(group.size) if rank not in leavers), None)
+        if heir is None:
+            return
+        if leaving:
+            saved = runner.state_dict()
+            send(group, heir, saved)
+            runner.states = from_dict(saved, runner.hook, rank=-1)  # it owes nothing now
+        elif group.rank == heir:
+            runner.change_ranks(1, 1, leavers=[receive(group, rank) for rank in leavers])
+        group.barrier(label="handed over")  # nobody aborts the group before
+
+    def follow(self, view: View) -> None:
+        if self.data is not None:  # of a fresh member, what it gets from another one replaces it
+            self._owners = share_slots(self.data.slots, view.members, self._owners)
+
+    def enter(self, view: View, group: Group) -> None:
+        self.group = group
+        self.replica.move_to_group(group)
+        holders = [rank for rank, one in enumerate(view.members) if one not in view.fresh]
+        for number, rank in enumerate(view.members.index(one) for one in view.fresh):
+            donor = holders[number % len(holders)]
+            if group.rank == donor:
+                send(group, rank, self._travelling())
+            elif group.rank == rank:
+                self._arrive(receive(group, donor))
+        self.committed = view.step
+        if self.data is not None:
+            me = view.members[group.rank]
+            self.slots = [slot for slot, owner in enumerate(self._owners) if owner == me]
+            self.replica.runner.divisor = self.data.slots
+        self.entered(view)
+
+    # -- state -----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "committed": self.committed,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "registered": {name: one.state_dict() for name, one in self.registered.items()},
+            "hook": self.replica.runner.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name, one in self.registered.items():
+            one.load_state_dict(state["registered"][name])
+        runner = self.replica.runner
+        runner.states = from_dict(state["hook"], runner.hook, rank=-1)
+        self.committed = state["committed"]
+
+    def _travelling(self) -> dict[str, Any]:
+        state, hook = self.state_dict(), self.replica.hook
+        saved = state["hook"]
+        mine = {"buffers": dict(self.model.named_buffers()), "owners": self._owners}  # also those that are not saved
+        return {**state, "hook": {**saved, "state": hook.shared(saved["state"]), "owed": {}}, **mine}
+
+    def _arrive(self, state: Mapping[str, Any]) -> None:
+        self.load_state_dict(state)
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(state["buffers"][name])
+        self._owners = state["owners"]

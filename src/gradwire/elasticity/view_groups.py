@@ -1,0 +1,87 @@
+"""`ViewGroups`: makes the group of each view. Its first member makes a store for it, and the hub tells the others where."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from gradwire.collectives import ReduceOp
+from gradwire.elasticity.hub import HubClient
+from gradwire.elasticity.hub_store import HubStore
+from gradwire.elasticity.machine import View
+from gradwire.elasticity.run_records import RunRecords, launcher_of
+from gradwire.errors import CollectiveTimeout, UsageError
+from gradwire.groups.base import Group
+from gradwire.groups.kinds import AUTO, Ranks, find_kind
+from gradwire.groups.shared_memory.fold import CompiledFold
+from gradwire.groups.store.private_store import PrivateStore
+from gradwire.groups.store.rendezvous import check_meetings
+from gradwire.groups.threads_group import ThreadGroup
+
+_LOOK = 0.1
+"""Seconds between two looks at whether the members change again."""
+
+
+class ViewGroups:
+    """The groups of one process's views, all of one kind."""
+
+    def __init__(self, kind: str = AUTO, *, timeout: float, meeting_timeout: float = 60.0, **options: Any) -> None:
+        names = ("shared_memory", "hierarchical") if kind in (AUTO, "shared_memory") else (kind, kind)
+        self._kinds = [find_kind(name, who=f"gw.elastic(kind={kind!r})", also=[AUTO]) for name in names]
+        """Those for members of one launcher, who meet in a private store, and of several, who meet in the hub."""
+        if self._kinds[0].ranks is not Ranks.PROCESSES:
+            why = "when one rank dies, mpirun ends all" if self._kinds[0].ranks is Ranks.MPI else "threads die together"
+            raise UsageError(f"gw.elastic(kind={kind!r}): {why}. Choose shared_memory, hierarchical or gloo.")
+        self._timeout = timeout
+        self._meeting_timeout = meeting_timeout
+        self._options = options if self._kinds[0].shares_memory else {}
+        self._stores: deque[PrivateStore | HubStore] = deque(maxlen=64)
+        """The last one is that of the view. The others are closed, but threads in C++ may be about to call them."""
+
+    def __call__(self, view: View, me: str, records: RunRecords) -> Group:
+        rank, size, name = view.members.index(me), len(view.members), f"view {view.epoch}"
+        self.close()
+        if size == 1:
+            return ThreadGroup.world(1, timeout=self._timeout, name=name)[0]
+        hub = records.hub if len(set(map(launcher_of, view.members))) > 1 else None
+        where = None if rank == 0 else self._find(view, records)
+        if isinstance(hub, HubClient):
+            self._stores.append(HubStore(hub, where))
+        else:
+            self._stores.append(PrivateStore.create() if where is None else PrivateStore.open(where))
+        if where is None:
+            records.announce(view.epoch, self._stores[-1].name)
+        build, limit = self._kinds[isinstance(hub, HubClient)].build, self._meeting_timeout
+        group = build(self._stores[-1], rank, size, timeout=limit, name=name, **self._options)
+        group.set_timeout(self._timeout)
+        return group
+
+    def warm(self, size: int, dtypes: Collection[torch.dtype]) -> None:
+        """Load now what groups of about `size` ranks will need, before others wait for this process."""
+        if self._kinds[0].shares_memory:
+            for ranks in range(max(2, size - 1), size + 2):
+                for dtype, op in itertools.product(dtypes, (ReduceOp.SUM, ReduceOp.AVG)):
+                    CompiledFold.find(op, dtype, ranks)
+
+    def _find(self, view: View, records: RunRecords) -> str:
+        deadline = time.monotonic() + self._meeting_timeout
+        while time.monotonic() < deadline:
+            check_meetings()
+            where = records.meeting(view.epoch, _LOOK)
+            if where is not None:
+                return where
+        raise CollectiveTimeout(
+            f"group of view {view.epoch}: its first member {view.members[0]} has not made a store in {self._meeting_timeout:.3g} "
+            "s. Look at its output.",
+            missing=[0],
+        )
+
+    def close(self) -> None:
+        """Close the store of the last view, whose group is not used any more."""
+        if self._stores:
+            self._stores[-1].close()

@@ -1,0 +1,119 @@
+"""`elastic`: join the run that the environment describes, or begin one of a single process."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradwire.elasticity.deal import Deal
+from gradwire.elasticity.hub import HubClient, Records
+from gradwire.elasticity.performer import Limits
+from gradwire.elasticity.run import ElasticRun
+from gradwire.elasticity.run_records import RunRecords
+from gradwire.elasticity.view_groups import ViewGroups
+from gradwire.errors import UsageError
+from gradwire.groups.base import DEFAULT_TIMEOUT
+from gradwire.groups.kinds import AUTO
+from gradwire.hooks.base import CommHook
+from gradwire.launch.environment import shared_memory_options
+from gradwire.launch.world import find_world
+from gradwire.policies import Buckets, Graph
+
+
+def elastic(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    hook: CommHook | None = None,
+    data: Deal | None = None,
+    steps: int | None = None,
+    update: Callable[[], object] | None = None,
+    register: Mapping[str, Any] | None = None,
+    state: Mapping[str, Any] | None = None,
+    min_ranks: int | None = None,
+    patience: float = 600.0,
+    kind: str = AUTO,
+    timeout: float = DEFAULT_TIMEOUT,
+    graph: Graph = Graph.ALL_USED,
+    buckets: Buckets | None = None,
+    check_every: int = 100,
+) -> ElasticRun:
+    """Join a run whose members may die, leave and join. Returns when this process is a member, with the state of the others; a
+    process that comes when training has ended exits here.
+
+    `data` deals each step's samples to the members; a run ends after `steps`. A commit calls `update`, by default
+    `optimizer.step`: clip gradients, step a GradScaler or a scheduler there. `register` names whatever else has a `state_dict` that
+    members that join need. `state` is where a run begins that nobody else has begun. Below `min_ranks` (that of
+    `gradwire run --elastic`) training waits, for `patience` seconds. Parameters are compared every `check_every` steps.
+    """
+    environ = os.environ
+    run = ElasticRun(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
+    run.steps, run.check_every = steps, check_every
+    run.training.update = update or optimizer.step
+    run.register(**(register or {}))
+    if state is not None:
+        run.load_state_dict(state)
+    groups = ViewGroups(kind, timeout=timeout, **shared_memory_options(environ))
+    connect, me, starters = _hub(environ)
+    fewest, _, most = environ.get("GRADWIRE_ELASTIC", "1:").partition(":")
+    slots = None if data is None else data.slots
+    limits = Limits(
+        min_ranks=int(fewest) if min_ranks is None else min_ranks,
+        max_ranks=min(int(most), slots or int(most)) if most else slots,
+        starters=starters,
+        patience=patience,
+    )
+    _warm(groups, connect, starters, {p.dtype for p in model.parameters()})
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, functools.partial(_leave, run, os.getpid()))
+    run.start(me, connect, groups, limits)
+    if run.performer.member.view is None:
+        raise SystemExit(
+            0
+        )  # it came when training had ended, and the rest of the script is for those that have trained
+    return run
+
+
+def _leave(run: ElasticRun, process: int, number: int, _: object) -> None:
+    """Handle SIGTERM. In a child of this process, and when training has ended, it ends the process as if nobody handled it."""
+    if not run.finished and os.getpid() == process:
+        return run.leave()
+    signal.signal(number, signal.SIG_DFL)
+    return signal.raise_signal(number)
+
+
+def _warm(
+    groups: ViewGroups, connect: Callable[[], RunRecords], starters: int, dtypes: Collection[torch.dtype]
+) -> None:
+    records = connect()
+    last = records.last_view()
+    records.close()
+    groups.warm(len(last.members) + 1 if last is not None else starters, dtypes)
+
+
+def _hub(environ: Mapping[str, str]) -> tuple[Callable[[], RunRecords], str, int]:
+    """How to reach the hub, this process's name in the run, and how many processes begin it."""
+    if "GRADWIRE_HUB" not in environ:
+        world = find_world(environ)
+        if world.size > 1:
+            raise UsageError(
+                f"gw.elastic() on {world}: there is no hub, which decides who is in the run. Start the script with "
+                "gradwire run --elastic MIN:MAX, or set GRADWIRE_HUB, GRADWIRE_HUB_KEY and GRADWIRE_MEMBER for every rank."
+            )
+        with tempfile.TemporaryDirectory() as directory:
+            records = Records(Path(directory) / "hub")
+        return lambda: RunRecords(records), "alone", 1
+    host, _, port = environ["GRADWIRE_HUB"].rpartition(":")
+    key = bytes.fromhex(environ.get("GRADWIRE_HUB_KEY", ""))
+    address = (host, int(port))
+    starters = int(environ.get("GRADWIRE_STARTERS") or 0)
+    return lambda: RunRecords(HubClient(address, key=key)), environ["GRADWIRE_MEMBER"], starters

@@ -1,0 +1,177 @@
+"""An elastic run on several hosts, with the hub on one of its own: some are cut off, and come back."""
+
+import itertools
+import json
+import math
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire.elasticity.leases import LEASE
+from gradwire.lab import Host, hosts, why_not
+from helpers import elastic_hosts
+from helpers.elastic_hosts import HUB, LAUNCH
+from helpers.waiting import wait_until
+from helpers.warm_python import WarmProcess, WarmPython, on_host
+
+WHY_NOT = why_not(mbit=1)  # tc is needed, too
+pytestmark = [pytest.mark.namespaces, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
+
+PORT = 29_779
+
+
+class ElasticHosts:
+    """A run with so many ranks on each host, and the hub on the last host."""
+
+    def __init__(self, machines: list[Host], ranks: Sequence[int], folder: Path, python: WarmPython) -> None:
+        *self.machines, self.hub_host = machines
+        self.size, self.folder, self.python = sum(ranks), folder, python
+        self.address = f"{self.hub_host.address}:{PORT}"
+        self.switch = self.hub_host.name.rpartition("-")[0]
+        self._ip("link", "add", "elsewhere", "type", "bridge")
+        self._ip("link", "set", "elsewhere", "up")
+        self.start_hub()
+        wait_until((folder / "hub.key").exists, "the hub has made the key")
+        begins = ["--elastic", f"1:{self.size}", "--hub", self.address]
+        self.launchers = []
+        for host, number in zip(self.machines, ranks, strict=True):
+            options = [*begins, "--nproc", str(number), "--key-file", str(folder / "hub.key")]
+            options += ["--run-dir", str(folder / host.name)]
+            self.launchers.append(self._start(host, LAUNCH, *options, elastic_hosts.__file__, str(folder)))
+            wait_until(lambda: self.commits() or self.launchers[0].poll() is not None, "training has begun")
+            begins = ["--join", self.address]
+
+    def start_hub(self) -> None:
+        self.hub = self._start(self.hub_host, HUB, "--address", self.address, "--file", str(self.folder / "hub"))
+
+    def _start(self, host: Host, program: str, *options: str) -> WarmProcess:
+        return self.python.start(on_host(host, program), *options, capture=True)
+
+    def _ip(self, *words: str, tool: str = "ip") -> None:
+        subprocess.run([tool, "-n", self.switch, *words], check=True)
+
+    def set_links(self, numbers: Sequence[int], *how: str) -> None:
+        """Change the ports of the bridge that these hosts are at: "down"; or "master", "elsewhere", where they reach each other,
+        and all other packets vanish."""
+        for number in numbers:
+            self._ip("link", "set", f"port{number}", *how)
+
+    def lose_packets(self, number: int, *how: str) -> None:
+        """Those to this host vanish, and those from it do not."""
+        self._ip("qdisc", how[0], "dev", f"port{number}", "root", *how[1:], tool="tc")
+
+    def members(self, numbers: Sequence[int]) -> set[str]:
+        """Those of these hosts that have committed a step."""
+        return {line[1] for line in self.commits() if any(line[1].startswith(self.machines[n].name) for n in numbers)}
+
+    def commits(self) -> list[Any]:
+        """The lines of all members, in the order of their times."""
+        file = self.folder / "commits"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return sorted(json.loads(line) for line in lines if line.endswith("\n"))
+
+    def wait_for(self, members: int, *, since: float = -math.inf) -> float:
+        """Wait until so many members have committed a step after this time, in a view of their own; return when they had."""
+
+        def times() -> list[float]:
+            later = [line for line in self.commits() if line[0] > since and line[4] == members]
+            last = [line[0] for line in later if later and line[2] == later[-1][2]]
+            return last if len(last) == members else []
+
+        wait_until(lambda: times(), f"{members} members train")
+        return min(line[0] for line in self.commits() if line[0] > since and line[4] == members)
+
+    def end(self) -> list[str]:
+        """End training; returns what the launchers wrote."""
+        last = self.folder / "last.new"
+        last.write_text(str(self.commits()[-1][2] + 50))
+        last.rename(self.folder / "last")
+        outputs = ["\n".join(launcher.communicate(60.0)) for launcher in self.launchers]
+        assert [launcher.returncode for launcher in self.launchers] == [0] * len(outputs), outputs
+        return outputs
+
+    def check(self) -> None:
+        """Each step has one set of bits, and none is missing."""
+        digests: dict[int, set[str]] = {}
+        for _, _, step, digest, *_ in self.commits():
+            digests.setdefault(step, set()).add(digest)
+        assert all(len(found) == 1 for found in digests.values())
+        assert sorted(digests) == list(range(1, max(digests) + 1))
+
+
+@contextmanager
+def running(ranks: Sequence[int], folder: Path, python: WarmPython) -> Iterator[ElasticHosts]:
+    with hosts(len(ranks) + 1) as machines:
+        run = ElasticHosts(machines, ranks, folder, python)
+        try:
+            run.wait_for(run.size)
+            yield run
+        finally:
+            for process in (*run.launchers, run.hub):
+                process.kill()
+                print(*process.communicate())
+
+
+@pytest.mark.parametrize(("cut", "number"), [("link down", 1), ("half-open", 0)])
+def test_the_others_go_on_without_a_host_that_is_cut_off_and_its_ranks_come_back(
+    cut: str, number: int, tmp_path: Path, warm_python: WarmPython
+) -> None:
+    with running((2, 1, 1), tmp_path, warm_python) as run:
+        before = run.members([number])
+        if cut == "link down":
+            run.set_links([number], "down")
+        else:
+            run.lose_packets(number, "add", "tbf", "rate", "8bit", "burst", "10", "latency", "1ms")
+        began = time.monotonic()
+        went_on = run.wait_for(4 - len(before), since=began)
+        if cut == "link down":
+            run.set_links([number], "up")
+        else:
+            run.lose_packets(number, "del")
+        healed = time.monotonic()
+        came_back = run.wait_for(4, since=healed)
+        outputs = run.end()
+    print(f"the others went on after {went_on - began:.2f} s, its ranks were back after {came_back - healed:.2f} s")
+    run.check()
+    assert went_on - began > LEASE - 1.0  # not earlier, as after a crash
+    assert len(run.members([number])) == 2 * len(before)
+    assert outputs[number].count("died: Evicted: ") == len(before)
+    assert "SIG" not in "".join(outputs)
+    assert {line[5] for line in run.commits()} == {"SharedMemoryGroup", "HierarchicalGroup"}
+
+
+@pytest.mark.acceptance
+def test_all_cuts_of_four_hosts_and_a_hub(tmp_path: Path, warm_python: WarmPython) -> None:
+    """The side of the hub goes on within a lease and a second; the hub alone stops nobody, nor does it forget when it is killed."""
+    waits: dict[tuple[int, ...], float] = {}
+    with running((1, 1, 1, 1), tmp_path, warm_python) as run:
+        for size in range(1, 5):
+            for numbers in itertools.combinations(range(4), size):
+                run.set_links(numbers, "master", "elsewhere")
+                began = time.monotonic()
+                waits[numbers] = run.wait_for(4 - size or 4, since=began + 0.5 * (size == 4)) - began
+                if size == 4:
+                    time.sleep(2 * LEASE)  # what must not happen has no end
+                run.set_links(numbers, "master", "bridge")
+                healed = time.monotonic()
+                came_back = run.wait_for(4, since=healed) - healed
+                print(f"{numbers}: {waits[numbers]:.2f} s, and {came_back:.2f} s to come back", flush=True)
+        before = run.members(range(4))
+        run.hub.kill()
+        run.hub.communicate()
+        run.set_links([0], "down")
+        run.start_hub()
+        began = time.monotonic()
+        waits[0, 0] = run.wait_for(3, since=began) - began
+        run.set_links([0], "up")
+        run.wait_for(4, since=time.monotonic())
+        assert len(run.members(range(4)) - before) == 1
+        outputs = run.end()
+    run.check()
+    assert "SIG" not in "".join(outputs)
+    assert max(waits.values()) < LEASE + 1.0, waits

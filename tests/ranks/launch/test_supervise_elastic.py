@@ -1,0 +1,129 @@
+"""The launcher of an elastic run on real processes, which train nothing: see `helpers.elastic_member`."""
+
+import json
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from gradwire.launch.hub_host import HubHost
+from gradwire.launch.supervise_elastic import ElasticPlan
+from helpers.waiting import wait_until
+
+TRAIN = "from pathlib import Path\nfrom helpers.elastic_member import train\ntrain(Path(folder))"
+
+
+def wait_for_view(folder: Path, *ranks: int) -> dict[int, int]:
+    """Wait until the last view has these ranks; return their processes."""
+
+    def last() -> dict[int, int]:
+        views = [(int(file.name.split("-")[1]), file) for file in folder.glob("view-*")]
+        files = [file for epoch, file in views if epoch == max(views)[0]]
+        return {int(file.name.split("-")[2]): int(file.read_text() or "0") for file in files}
+
+    wait_until(lambda: tuple(sorted(found := last())) == ranks and all(found.values()), f"a view of {ranks}")
+    return last()
+
+
+@pytest.mark.parametrize("launch", ["forked"], indirect=True)
+@pytest.mark.parametrize("ends_by", ["itself", "SIGTERM"])
+def test_a_run_goes_on_when_ranks_and_the_hub_die_stop_and_leave(launch, tmp_path, ends_by) -> None:
+    hub = HubHost(tmp_path / "hub.records", b"a key")
+
+    def faults() -> None:
+        first = wait_for_view(tmp_path, 0, 1, 2)
+        os.kill(first[1], signal.SIGKILL)
+        wait_for_view(tmp_path, 0, 2, 3)  # the spare
+        hub.process.kill()
+        os.kill(first[2], signal.SIGSTOP)
+        wait_for_view(tmp_path, 0, 3)
+        os.kill(first[2], signal.SIGCONT)
+        wait_for_view(tmp_path, 0, 1, 3)
+        os.kill(first[0], signal.SIGTERM)
+        wait_for_view(tmp_path, 1, 3)
+        wait_until(lambda: not Path(f"/proc/{first[0]}").exists(), "it is reaped, after the hub has answered")
+        (tmp_path / "done").touch() if ends_by == "itself" else os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=faults)
+    thread.start()
+    plan = ElasticPlan(2, "2:4", hub.address, b"a key", hub, spares=1)
+    code, out, err = launch(TRAIN, 4, "import helpers.elastic_member", plan=plan)
+    thread.join()
+    hub.close()
+    assert code == 0, err
+    assert out.startswith(
+        b"[2] stopped: the others go on without it, since it was taken for dead\n[0] stopped: it has left\n"
+    )
+    lines = re.sub(r"[\w-]+-[0-9a-f]{4}-(\d+)", r"m\1", err.decode().replace("gradwire run: ", ""))
+    assert re.sub(r"after [\d.]+ s|process \d+|127[\d.:]+", "_", lines).splitlines() == [
+        "the hub of this run is _ (_)",
+        "rank 1 (m1) died: killed by SIGKILL, _; replaced by the spare m3 (rank 3)",
+        "the hub has ended (killed by SIGKILL, _): started again with its records (_)",
+        "rank 2 (m2) is stopped: the others go on without it",
+        "rank 2 (m2) died: the others have gone on without it; replaced by the spare m4 (rank 1)",
+        "rank 0 (m0) has left",
+        "2 ranks died, 2 replaced, 1 left",
+    ]
+
+
+class Faults:
+    """A schedule of faults that are due when the test says so, on the last rank."""
+
+    def __init__(self) -> None:
+        self.next = []
+
+    def due(self, now: float) -> list:
+        return [(self.next.pop(), 0.99)] if self.next and now >= 0 else []
+
+
+@pytest.mark.parametrize("launch", ["forked"], indirect=True)
+def test_chaos_sends_signals_to_ranks_and_to_the_hub(launch, tmp_path) -> None:
+    hub, chaos = HubHost(tmp_path / "hub.records", b"a key"), Faults()
+
+    def faults() -> None:
+        first = wait_for_view(tmp_path, 0, 1)
+        chaos.next = ["kill"]
+        wait_until(lambda: wait_for_view(tmp_path, 0, 1)[1] != first[1], "another one is rank 1")
+        second = wait_for_view(tmp_path, 0, 1)
+        chaos.next = ["term"]
+        wait_for_view(tmp_path, 0)
+        wait_until(lambda: not Path(f"/proc/{second[1]}").exists(), "it has left")
+        chaos.next = ["stop"]
+        state = Path(f"/proc/{first[0]}/stat")
+        wait_until(lambda: ") T " in state.read_text(), "it is stopped")
+        wait_until(lambda: ") T " not in state.read_text(), "it is continued")
+        before = hub.process.pid
+        chaos.next = ["hub"]
+        wait_until(lambda: hub.process.pid != before, "the hub is started again")
+        (tmp_path / "done").touch()
+
+    thread = threading.Thread(target=faults)
+    thread.start()
+    plan = ElasticPlan(1, "1:2", hub.address, b"a key", hub, chaos=chaos)
+    code, _, err = launch(TRAIN, 2, "import helpers.elastic_member", plan=plan, directory=tmp_path)
+    thread.join()
+    hub.close()
+    assert code == 0, err
+    lines = re.sub(r"[\w-]+-[0-9a-f]{4}-(\d+)", r"m\1", err.decode())
+    assert re.findall("chaos: (.*)", lines) == [
+        "SIGKILL to rank 1 (m1)",
+        "SIGTERM to rank 1 (m2)",
+        "SIGSTOP to rank 0 (m0)",
+        "SIGKILL to the hub",
+    ]
+    recorded = [json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines()]
+    assert [fault["kind"] for fault in recorded] == ["kill", "term", "stop", "hub"]
+    assert "1 rank died, 1 replaced, 1 left" in lines
+
+
+def test_a_script_that_cannot_start_is_given_up(launch, tmp_path) -> None:
+    hub = HubHost(tmp_path / "hub.records", b"a key")
+    plan = ElasticPlan(2, "2:4", hub.address, b"a key", hub)
+    code, _, err = launch("raise ValueError(f'not on {rank}')", 2, plan=plan)
+    hub.close()
+    assert code == 1
+    assert len(re.findall(rb"died: ValueError: not on \d \(exit code 1, after .*\); replaced by ", err)) == 4
+    assert re.search(rb"rank \d failed (first )?\(exit code 1, (.|\n)*[56] ranks died, 4 replaced, 0 left", err)

@@ -1,0 +1,539 @@
+"""A run whose members are threads: they die, leave and join at chosen points, and the others go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradwire import hooks
+from gradwire.elasticity.deal import Deal
+from gradwire.elasticity.hub import Records
+from gradwire.elasticity.machine import View
+from gradwire.elasticity.performer import Evicted, Limits, Performer, TooFewMembers
+from gradwire.elasticity.run import ElasticRun
+from gradwire.elasticity.run_records import RunRecords
+from gradwire.elasticity.state import pack, unpack
+from gradwire.errors import HookError, ReplicasDiverged, UsageError, UsageTypeError
+from gradwire.groups.threads_group import ThreadGroup
+from gradwire.policies import Graph
+from gradwire.testing.faults import KINDS, PLACES, Chaos, InjectedFault, inject
+from helpers.waiting import wait_until
+
+SLOTS, STEPS = 8, 12
+DATA = [(torch.randn(4, generator=torch.Generator().manual_seed(i)).double(), torch.tensor(i % 3.0)) for i in range(64)]
+
+
+class Killed(BaseException):
+    """The process of a member ends here."""
+
+
+class Threads:
+    """Members of one run. `fault(world, me, place, run)` is called by each member at each place of its loop, and may raise."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        hook: Callable[[], Any] = lambda: None,
+        fault: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.records = Records(path / "hub")
+        self.hook, self.options = hook, options
+        self.fault = fault or (lambda *_: None)
+        self.results: dict[str, dict[str, Tensor]] = {}
+        self.errors: dict[str, BaseException] = {}
+        self.runs: dict[str, ElasticRun] = {}
+        self.committed: dict[str, list[int]] = {}
+        """By member, the steps that it has committed."""
+        self.joined = threading.Event()
+        self.views: dict[int, View] = {}
+        self.threads: list[threading.Thread] = []
+        self._worlds: dict[int, list[ThreadGroup]] = {}
+        self._lock = threading.Lock()
+
+    def build(self, view: View, me: str, _: RunRecords) -> ThreadGroup:
+        with self._lock:
+            self.views[view.epoch] = view
+            if "joiner" in view.members:
+                self.joined.set()
+            world = self._worlds.setdefault(view.epoch, ThreadGroup.world(len(view.members), timeout=60))
+        return world[view.members.index(me)]
+
+    def start(self, me: str, starters: int = 0) -> None:
+        model = make_model(len(me))  # not in its thread: random numbers are the process's
+        self.threads.append(threading.Thread(target=self.live, args=(me, starters, *model), name=me))
+        self.threads[-1].start()
+
+    def live(self, me: str, starters: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        run = ElasticRun(model, optimizer, hook=self.hook(), data=deal())
+        run.steps, run.check_every, run.training.update = STEPS, 1, lambda: self.update(me, run)
+        self.runs[me], self.committed[me] = run, []
+        try:
+            self.train(me, run, starters)
+            if not run.left:
+                self.results[me] = dict(model.state_dict())
+        except Killed:
+            pass
+        except BaseException as error:
+            self.errors[me] = error
+        RunRecords(self.records).mark(me, gone=True)
+        run._release()  # as a process that has ended
+
+    def train(self, me: str, run: ElasticRun, starters: int) -> None:
+        limits = Limits(**{"starters": starters, "patience": 30.0, **self.options})
+        run.start(me, lambda: RunRecords(self.records), lambda *view: self.build(*view), limits)
+        for step in run:
+            if "joiner" in self.runs and step.number == STEPS - 3 and not self.joined.is_set():
+                wait_until(lambda: run.performer._lobby or self.joined.is_set(), "the joiner is in the lobby")
+            for x, y in step:
+                self.fault(self, me, "forward", run)
+                (run.model(x).squeeze(1) - y).square().mean().backward()
+            self.fault(self, me, "vote", run)
+            step.commit()
+
+    def update(self, me: str, run: ElasticRun) -> None:
+        self.fault(self, me, "update", run)
+        run.optimizer.step()
+        self.committed[me].append(run.committed)
+
+    def join(self) -> Threads:
+        while any(thread.is_alive() for thread in self.threads):
+            for thread in list(self.threads):
+                thread.join(60.0)
+                assert not thread.is_alive(), f"{thread.name} hangs"
+        self.records.close()
+        return self
+
+
+def deal() -> Deal:
+    return Deal(DATA, global_batch=16, slots=SLOTS, seed=3)
+
+
+def make_model(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Gradients lie on a grid, so that their sums are exact, in any order."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: (grad * 2**30).round() / 2**30)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def alone(seed: int) -> dict[str, Tensor]:
+    """The same training by one process, without gradwire."""
+    model, optimizer = make_model(seed)
+    for step in range(STEPS):
+        for slot in range(SLOTS):
+            x, y = deal().batch(step, slot)
+            (model(x).squeeze(1) - y).square().mean().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= SLOTS
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def at(place: str, who: str, step: int, do: Callable[..., Any]) -> Callable[..., Any]:
+    """A fault: `do(world)` once, when `who` is at this place of this step."""
+    done = threading.Event()
+
+    def fault(world: Threads, me: str, here: str, run: ElasticRun) -> None:
+        if here == place and me == who and run.committed == step and not done.is_set():
+            done.set()
+            do(world)
+
+    return fault
+
+
+def replaced(world: Threads) -> None:
+    world.start("joiner")
+    raise Killed
+
+
+def check(world: Threads, expected: dict[str, Tensor], *, dead: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    assert not world.errors, world.errors
+    assert world.results.keys() == world.runs.keys() - dead
+    for me, state in world.results.items():
+        for name, value in state.items():
+            assert torch.equal(value, expected[name]), (me, name)
+
+
+@pytest.mark.parametrize("place", ["forward", "vote", "update"])
+@pytest.mark.parametrize("who", ["a", "b"])
+def test_a_member_that_dies_and_one_that_joins_change_nothing(place: str, who: str, tmp_path: Path) -> None:
+    world = Threads(tmp_path, fault=at(place, who, 4, replaced))
+    for me in "abc":
+        world.start(me, 3)
+    world.join()
+    check(world, alone(1), dead={who})
+    steps = list(range(STEPS))
+    assert all(world.committed[me] == steps for me in {"a", "b", "c"} - {who})
+    assert world.committed["joiner"] == steps[world.committed["joiner"][0] :]
+    assert world.committed[who] == steps[:4]  # the others have committed the next one if all were prepared for it
+
+
+def test_two_die_in_one_step_and_one_while_members_change(tmp_path: Path) -> None:
+    entered: list[str] = []
+
+    def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
+        if me in "bc" and place == "forward" and run.committed == 3:
+            raise Killed
+        if me == "d" and place == "forward" and run.view.epoch >= 1 and not entered:
+            entered.append("d")
+            raise Killed
+
+    world = Threads(tmp_path, fault=fault)
+    for me in "abcde":
+        world.start(me, 5)
+    world.join()
+    check(world, alone(1), dead={"b", "c", "d"})
+    assert len(world.views[max(world.views)].members) == 2
+
+
+def test_the_first_member_dies_before_it_has_given_its_state(tmp_path: Path) -> None:
+    world = Threads(tmp_path)
+    build = world.build
+
+    def fails(view: View, me: str, records: RunRecords) -> ThreadGroup:
+        if me == "a":
+            raise Killed
+        return build(view, me, records)
+
+    world.build = fails  # type: ignore[method-assign]
+    for me in ["a", "bb", "ccc"]:
+        world.start(me, 3)
+    world.join()
+    check(world, alone(2), dead={"a"})
+
+
+def leaves(world: Threads) -> None:
+    world.runs["b"].leave()
+
+
+def test_a_member_that_leaves_ends_without_an_error(tmp_path: Path) -> None:
+    world = Threads(tmp_path, fault=at("forward", "b", 5, leaves))
+    for me in "abc":
+        world.start(me, 3)
+    world.join()
+    check(world, alone(1), dead={"b"})
+    assert world.runs["b"].left
+    assert world.runs["b"].committed == 6  # the step in which it was told to
+    assert world.records.values["left/b"] == "left"
+
+
+def test_what_a_leaver_owes_goes_to_another_member(tmp_path: Path) -> None:
+    owed: dict[str, Tensor] = {}
+    ready, told = threading.Event(), threading.Event()
+
+    def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
+        if place == "vote" and run.committed == 5 and me == "a":
+            ready.set()
+            assert told.wait(30.0)
+        if place == "vote" and run.committed == 5 and me == "b":
+            assert ready.wait(30.0)
+            owed["before"] = owed_by(world.runs["a"]) + owed_by(run)
+            run.leave()
+            told.set()
+        if place == "forward" and run.committed == 6 and me == "a":
+            owed.setdefault("after", owed_by(run))
+
+    world = Threads(tmp_path, hook=lambda: hooks.chain(hooks.error_feedback(), hooks.top_k(ratio=0.1)), fault=fault)
+    for me in "ab":
+        world.start(me, 2)
+    world.join()
+    assert not world.errors
+    torch.testing.assert_close(owed["after"], owed["before"], rtol=1e-12, atol=0)
+    assert world.runs["b"].training.replica.runner.owed_norm() == 0.0
+
+
+def owed_by(run: ElasticRun) -> Tensor:
+    parts = run.training.replica.hook.owed(run.training.replica.runner.state_dict()["state"]) or ()
+    return torch.cat([part.reshape(-1) for _, part in sorted(parts, key=lambda one: one[0])])
+
+
+def test_a_process_that_comes_when_training_has_ended_does_nothing(tmp_path: Path) -> None:
+    world = Threads(tmp_path)
+    world.start("a", 1)
+    world.threads[0].join(60.0)
+    world.start("late")
+    world.join()
+    assert not world.errors
+    assert world.runs["late"].left
+    assert world.runs["late"].committed == 0
+
+
+def test_too_few_members_raise_when_patience_ends(tmp_path: Path) -> None:
+    def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
+        if me == "b" and place == "forward" and run.committed == 2:
+            raise Killed
+
+    world = Threads(tmp_path, fault=fault, min_ranks=2, patience=0.5)
+    for me in "ab":
+        world.start(me, 2)
+    world.join()
+    assert isinstance(world.errors["a"], TooFewMembers)
+    assert "fewer than 2 members are left" in str(world.errors["a"])
+
+
+def test_a_joiner_is_told_when_nobody_has_the_state_any_more(tmp_path: Path) -> None:
+    world = Threads(tmp_path, fault=at("forward", "a", 2, replaced))
+    world.start("a", 1)
+    world.join()
+    assert "nobody has the state" in str(world.errors["joiner"])
+
+
+def test_a_member_that_was_taken_for_dead_is_told(tmp_path: Path) -> None:
+    out = threading.Event()
+
+    def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
+        if me == "b" and place == "forward" and run.committed == 3:
+            RunRecords(world.records).mark("b", gone=True)
+            assert out.wait(30.0)
+        if me == "a" and run.committed == 5:
+            out.set()
+
+    world = Threads(tmp_path, fault=fault)
+    for me in "ab":
+        world.start(me, 2)
+    world.join()
+    assert isinstance(world.errors["b"], Evicted)
+    assert "a" in world.results
+
+
+def test_members_whose_parameters_differ_are_found(tmp_path: Path) -> None:
+    def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
+        if me == "b" and place == "forward" and run.committed == 3:
+            with torch.no_grad():
+                next(run.model.parameters()).view(-1)[0] += 1e-9
+
+    world = Threads(tmp_path, fault=fault)
+    for me in "ab":
+        world.start(me, 2)
+    world.join()
+    assert all(isinstance(world.errors[me], ReplicasDiverged) for me in "ab")
+    assert {run.committed for run in world.runs.values()} == {3}
+
+
+@contextlib.contextmanager
+def running_alone(tmp_path: Path, **options: Any) -> Any:
+    tmp_path.mkdir(exist_ok=True)
+    (tmp_path / "hub").unlink(missing_ok=True)
+    records = Records(tmp_path / "hub")
+    model, optimizer = make_model()
+    run = ElasticRun(model, optimizer, **options)
+
+    def build(view: View, me: str, _: RunRecords) -> ThreadGroup:
+        return ThreadGroup.world(1)[0]
+
+    run.start("me", lambda: RunRecords(records), build, Limits(starters=1, patience=10.0))
+    try:
+        yield run
+    finally:
+        run._release()
+        records.close()
+
+
+def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+    with running_alone(tmp_path) as run:
+        for _ in range(3):
+            run.model(DATA[0][0][None]).sum().backward()
+            assert run.step()
+    assert run.committed == 3
+
+
+def test_buffers_are_as_before_after_a_step_that_is_dropped(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    run = ElasticRun(model, torch.optim.SGD(model.parameters(), lr=0.1), data=deal())
+    records = Records(tmp_path / "hub")
+    run.start("me", lambda: RunRecords(records), lambda *_: ThreadGroup.world(1)[0], Limits(starters=1, patience=10.0))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    step = next(iter(run))
+    for x, _ in step:
+        model(x).sum().backward()
+        run.performer.lost()  # the group has failed
+    assert not step.commit()
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert all(p.grad is None for p in model.parameters())
+    run.close()
+    records.close()
+
+
+def test_what_a_step_has_committed_stays_when_members_change(tmp_path: Path) -> None:
+    """Buffers are those of the commit, not those with which its step began; gradients of before the run do not count."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    model(torch.ones(2, 4).double()).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=np.float64(0.1))  # type: ignore[arg-type]
+    run = ElasticRun(model, optimizer, data=deal())
+    records = Records(tmp_path / "hub")
+    run.start("me", lambda: RunRecords(records), lambda *_: ThreadGroup.world(1)[0], Limits(starters=1, patience=10.0))
+    assert all(p.grad is None for p in model.parameters())
+    step = next(iter(run))
+    for x, _ in step:
+        model(x).sum().backward()
+    run.performer._lobby = ("somebody",)  # the vote asks for a change
+    assert step.commit()
+    assert run.view.epoch == 1
+    assert model[0].num_batches_tracked == SLOTS + 1  # type: ignore[union-attr]
+    packed = pack(run.training._travelling(), [])
+    assert unpack(packed, [torch.ones(1)] * 99)["optimizer"]["param_groups"][0]["lr"] == 0.1
+    run.close()
+    records.close()
+
+
+def test_misuse_is_refused(tmp_path: Path) -> None:
+    with running_alone(tmp_path, data=deal()) as run:
+        with pytest.raises(UsageError, match="no gradients were averaged"):
+            run.commit()
+        with pytest.raises(UsageError, match="without commit"):
+            for _ in run:
+                pass
+    with running_alone(tmp_path) as run, pytest.raises(UsageError, match="the run has no data"):
+        list(next(iter(run)))
+    model, optimizer = make_model()
+    with pytest.raises(HookError, match="averages parameters"):
+        ElasticRun(model, optimizer, hook=hooks.diloco(every=5))
+    for wrong in ({"model": "m"}, {"optimizer": None}, {"data": DATA}):
+        with pytest.raises(UsageTypeError, match=r"gw\.elastic\("):
+            ElasticRun(**{"model": model, "optimizer": optimizer, **wrong})  # type: ignore[arg-type]
+    with pytest.raises(UsageTypeError, match="no state_dict"):
+        ElasticRun(model, optimizer).register(step=3)
+    with pytest.raises(UsageError, match="have not seen the graph"):
+        ElasticRun(model, optimizer, graph=Graph.STATIC)
+    with pytest.raises(UsageError, match="2 parameters that are not the model's"):
+        ElasticRun(model, torch.optim.SGD([*model.parameters(), *nn.Linear(1, 1).parameters()], lr=0.1))
+    with running_alone(tmp_path, data=deal()) as run:
+        with pytest.raises(UsageError, match="Pass register="):
+            run.register(optimizer=run.optimizer)
+        with pytest.raises(UsageError, match="Pass state="):
+            run.load_state_dict(run.state_dict())
+        (step,) = itertools.islice(run, 1)
+        for x, _ in list(step):  # all are handed out before the first backward
+            run.model(x).sum().backward()
+        with pytest.raises(UsageError, match="averaged 8 times"):
+            step.commit()
+        run.close()
+        with pytest.raises(UsageError, match="the run has ended"):
+            run.commit()
+    with running_alone(tmp_path) as run:
+        run.model(DATA[0][0][None]).sum().backward()
+        with pytest.raises(UsageError, match="before the members have voted"):
+            run.optimizer.step()
+        run.steps = 1
+        assert run.step()
+        run.optimizer.step()  # training has ended
+        with pytest.raises(UsageError, match="the run has ended"):
+            run.step()
+
+
+def faults_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_faults_are_injected_at_each_place_and_the_others_go_on(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Performer, "join", Performer.join)  # `watch` replaces it
+    chaos = Chaos(3, ["raise"], {place: 1.0}, record=tmp_path / "faults")
+    third, watched = at("forward", "c", 4, replaced), threading.Event()
+
+    def fault(world: Threads, me: str, here: str, run: ElasticRun) -> None:
+        if me == "b" and not watched.is_set():
+            watched.set()
+            chaos.watch(run)
+        third(world, me, here, run)
+
+    world = Threads(tmp_path, fault=fault)
+    if place == "join":
+        chaos.watch()
+    for me in "abc":
+        world.start(me, 3)
+    world.join()
+    faulty = {"b", "c"} if place == "join" else {"b"}
+    assert all(isinstance(world.errors.pop(me), InjectedFault) for me in faulty)
+    check(world, alone(1), dead={"b", "c"})
+    assert {fault["member"] for fault in faults_in(tmp_path / "faults")} == faulty
+    late = place in ("view change", "hub write")  # when c has died
+    for fault in faults_in(tmp_path / "faults"):
+        assert abs(fault.pop("time") - time.time()) < 60
+        assert fault.pop("when") in ("before", "after")
+        assert fault.pop("epoch") in ((0, 1) if late or place == "join" else (0,))
+        assert fault == {"member": fault["member"], "kind": "raise", "place": place, "step": 4 * late}
+
+
+def test_a_seed_decides_which_faults_fire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(name: str, seed: int, **options: Any) -> list[Any]:
+        monkeypatch.setattr(Performer, "join", Performer.join)
+        path = tmp_path / name
+        path.mkdir()
+        Chaos(seed, ["slow", "raise"], 0.8, record=path / "faults", seconds=0.0).watch()
+        with running_alone(path, **options) as run:
+            for step in range(6):
+                x, _ = DATA[0] if run.data is None else run.data.batch(step, 0)
+                run.model(x).sum().backward()
+                assert run.commit()
+        monkeypatch.undo()
+        return [(fault["place"], fault["step"], fault["kind"]) for fault in faults_in(path / "faults")]
+
+    one = train("one", 1, data=deal())
+    assert {place for place, _, _ in one} >= {"forward", "bucket in flight", "vote", "optimizer"}
+    assert {kind for _, _, kind in one} == {"slow"}  # what would end the last member does not fire
+    assert train("again", 1, data=deal()) == one
+    assert train("other", 2, data=deal()) != one
+    assert train("a loop of one's own", 1) == one
+
+
+def test_the_gil_is_held() -> None:
+    times, over = [time.monotonic()], threading.Event()
+
+    def tick() -> None:
+        while not over.wait(0.01):
+            times.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    inject("gil", 0.2, "here")
+    over.set()
+    thread.join()
+    times.append(time.monotonic())
+    assert max(b - a for a, b in itertools.pairwise(times)) > 0.15
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kinds": ["kil"]}, r"Chaos\(kinds=...\): 'kil' is not known there. Choose from kill, stop"),
+        ({"kinds": []}, r"Chaos\(kinds=...\): nothing is not known"),
+        ({"rate": {"votes": 0.1}}, "'votes' is not known there. Choose from forward, bucket in flight, vote"),
+        ({"rate": 1.5}, "rate=1.5\\) at forward: it is the probability .* Choose one from 0 to 1"),
+    ],
+)
+def test_faults_that_cannot_be_drawn_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Chaos(**{"seed": 0, "kinds": KINDS, "rate": 0.1, **options})
+
+
+def test_a_loop_that_is_left_with_break_has_ended_for_all(tmp_path: Path) -> None:
+    with running_alone(tmp_path, data=deal()) as run:
+        for step in run:
+            for x, _ in step:
+                run.model(x).sum().backward()
+            if step.commit() and run.committed == 2:
+                break
+        run.close()
+    assert "ended" in run.performer._connect().hub.values
+    with pytest.raises(ZeroDivisionError), running_alone(tmp_path / "other") as run, run:
+        raise ZeroDivisionError
+    assert "ended" not in run.performer._connect().hub.values

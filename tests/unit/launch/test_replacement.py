@@ -1,0 +1,81 @@
+"""Which ranks of an elastic run are replaced, and by whom."""
+
+from gradwire.launch.replacement import Decision, HubFacts, Replacement, Verdict
+
+DIED = Decision(Verdict.DIED, 0.0)
+
+
+def started(**options: int) -> Replacement:
+    made = Replacement("h-1", **{"ranks": 3, **options})
+    for place in made.places:
+        place.started = 0.0
+    return made
+
+
+def facts(made: Replacement, **known: bool) -> HubFacts:
+    return HubFacts(seen=True, last=tuple(place.member for place in made.places if not place.spare), **known)
+
+
+def test_a_rank_that_dies_is_replaced_by_a_process_with_another_id_or_by_a_spare() -> None:
+    made = started()
+    assert [made.ended(1, -9, facts(made), 5.0) for _ in range(20)] == 20 * [DIED]
+    assert [place.member for place in made.places] == ["h-1-0", "h-1-22", "h-1-2"]
+    assert made.ended(0, 0, HubFacts(seen=True, last=("h-1-22", "h-1-2")), 5.0) == DIED  # it was left out
+    assert (made.died, made.replaced) == (21, 21)
+    made = started(spares=2)
+    made.places[3].started = 7.0
+    assert made.ended(0, -9, facts(made), 9.0) == Decision(Verdict.DIED, 0.0, promoted=4)  # the older one
+    assert [place.spare for place in made.places] == [True, False, False, True, False]
+    assert made.ended(1, -9, facts(made), 9.0).promoted == 3  # that of place 0 was not started yet
+    assert made.ended(0, -9, facts(made), 9.0) == DIED  # a spare that dies is replaced by a spare
+    assert (made.ranks, made.places[0].spare) == (3, True)
+
+
+def test_one_that_finishes_or_leaves_is_not_replaced() -> None:
+    made = started(spares=1)
+    made.enter(made.places[2])  # the others have not let it in yet
+    known = HubFacts(seen=True, last=("h-1-0", "h-1-1"), ended=True)
+    assert made.ended(0, 0, known, 90.0) == Decision(Verdict.FINISHED)
+    assert made.dispensable(known) == [2, 3]
+    assert made.ended(1, -9, known, 90.0) == Decision(Verdict.DIED)
+    assert made.ended(2, 1, known, 90.0) == Decision(Verdict.FAILED)
+    made = started(min_ranks=2)
+    assert made.ended(0, 0, facts(made, left=True), 5.0) == Decision(Verdict.LEFT)
+    assert made.ended(1, 0, facts(made, left=True), 5.0) == Decision(Verdict.LEFT, 0.0)  # else too few would remain
+    assert (made.ranks, made.left, made.died) == (2, 2, 0)
+    made = started(min_ranks=2)
+    assert made.ended(0, 1, facts(made, ended=True), 5.0) == Decision(
+        Verdict.FAILED
+    )  # e.g. it could not save the model
+    made = started(min_ranks=2)
+    ended = [made.ended(number, 0, facts(made, left=True, lost=number == 2), 5.0) for number in range(3)]
+    assert ended[2] == Decision(Verdict.LEFT)  # all were told to leave
+    assert made.finished
+
+
+def test_a_rank_that_ends_early_without_an_error_does_not_end_the_run() -> None:
+    made = started()
+    assert made.ended(0, 0, facts(made), 5.0) == Decision(Verdict.FINISHED)
+    assert made.finished
+    assert made.ended(1, -9, facts(made), 9.0) == DIED
+    assert not made.finished
+
+
+def test_exceptions_without_a_step_in_between_end_the_run() -> None:
+    made = started()
+    found = [made.ended(number % 3, 1, facts(made)._replace(step=7), 90.0).verdict for number in range(11)]
+    assert found == [*[Verdict.DIED] * 10, Verdict.FAILED]
+    made = started()
+    for step in range(30):
+        assert made.ended(0, 1, facts(made)._replace(step=step), 90.0) == DIED
+        assert made.ended(0, -9, facts(made)._replace(step=step), 90.0) == DIED  # as Chaos does
+
+
+def test_processes_that_cannot_start_are_given_up_after_pauses() -> None:
+    made, known = started(), HubFacts(last=("h-1-0", "h-1-1"))
+    assert [made.ended(2, 1, known, 5.0).delay for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, None]
+    made = started()  # before the first view those of all places count
+    assert [made.ended(number, 1, HubFacts(), 1.0).delay for number in (0, 1, 2, 0, 1)] == [0.0, 0.0, 0.0, 1.0, None]
+    assert made.ended(2, 1, HubFacts(seen=True, last=()), 5.0) == DIED  # only deaths in a row count
+    assert made.ended(2, 1, HubFacts(last=()), 5.0) == DIED
+    assert made.ended(0, 1, HubFacts(seen=True, last=("h-1-0",), lost=True), 5.0) == Decision(Verdict.FAILED)
