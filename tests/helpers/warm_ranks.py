@@ -21,6 +21,22 @@ else:
 """
 """The process becomes the ranks, which write to files in `folder`."""
 
+PROGRAM = """
+import atexit, os, runpy, sys, threading
+sys.argv = {argv!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+threading._shutdown()
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
+"""
+"""Runs the script and exit handlers, but does not finalize the interpreter.
+
+A thread of gloo's may still release the last operation then, whose tensors are Python objects: it waits for the GIL, is ended by
+Python, and C++ aborts the process, "terminate called without an active exception" (pytorch#190489).
+"""
+
 
 def run_script(
     warm_python: WarmPython,
@@ -48,7 +64,7 @@ def run_script(
         **(env or {}),
     }
     envs = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    code = f"{before}\nimport runpy, sys\nsys.argv = {[str(path), *args]!r}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    code = before + PROGRAM.format(argv=[str(path), *args])
     if imports:
         with tempfile.TemporaryDirectory() as folder:
             forks = f"import {imports}\n" + FORKS.format(ranks=ranks, folder=folder)
