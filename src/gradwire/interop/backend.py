@@ -7,6 +7,7 @@ flight: if a peer exits at the same time, those waits end while Python can still
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -69,7 +70,7 @@ def register_backend(
     creator = _creator(name.lower(), kind, wrap)
     # torch 2.15 attaches a recorder to the C++ half of every group except those of these backends. Python does not pass through it.
     recorded: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
-    recorded.add(name.lower())
+    (recorded.discard if _torch_watches() else recorded.add)(name.lower())
     dist.Backend.register_backend(name, creator, extended_api=True, devices=list(creator.devices))
 
 
@@ -127,7 +128,7 @@ class _Creator:
             group.close(timeout=0.0)
             raise
         weakref.finalize(seen, _leave, weakref.ref(seen))
-        if PYTHON_BACKENDS and not _alone(self.name):
+        if PYTHON_BACKENDS and (_torch_watches() or not _alone(self.name)):
             return GradwireBackend(seen, devices=self.devices, backend_name=self.name)
         return as_process_group(seen, devices=self.devices, backend_name=self.name, store=options.store)
 
@@ -135,6 +136,12 @@ class _Creator:
         if not isinstance(group, Group):
             raise UsageTypeError(f"backend {self.name!r}: {maker} returned {group!r}. It must return a gradwire Group.")
         return group
+
+
+def _torch_watches() -> bool:
+    """Whether torch was told, by its own variables, to look at every collective. Its hooks see those that pass through C++."""
+    size = os.environ.get("TORCH_FR_BUFFER_SIZE", "")
+    return os.environ.get("TORCH_DIST_NAN_CHECK") == "1" or (size.isdecimal() and int(size) > 0)
 
 
 def _alone(name: str) -> bool:

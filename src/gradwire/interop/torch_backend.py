@@ -2,9 +2,10 @@
 
 Note [A process group and its backend]
 What C++ calls on a process group written in Python is forwarded to Python in part; the rest looks for a backend. So since 2.15 ours
-has one, over the same group. Where a process group has other backends for other devices ("cpu:gradwire,cuda:nccl"), the process
-group is torch's own and has this backend alone. Of a Work that passes through it torch forwards only waits and futures: its
-`is_completed()` is never True, and it has no `result()` and no source. So it is not the only form.
+has one, over the same group. Where a process group has other backends for other devices ("cpu:gradwire,cuda:nccl"), or torch was
+told to record collectives or to check them for NaN, the process group is torch's own and has this backend alone. Of a Work that
+passes through it torch forwards only waits and futures: its `is_completed()` is never True, and it has no `result()` and no source.
+So it is not the only form.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """register_backend, with one rank: what can go wrong, and the ways to initialize."""
 
+import json
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -126,6 +128,27 @@ def test_a_mixed_back_end_string() -> None:
     model(torch.ones(1, 2)).sum().backward()
     ours = gw.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=world)
     ours(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize(("variable", "value"), [("TORCH_DIST_NAN_CHECK", "1"), ("TORCH_FR_BUFFER_SIZE", "100")])
+def test_what_torch_is_told_to_watch_passes_through_its_hooks(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    gw.register_backend()
+    init("gradwire")
+    world: Any = dist.group.WORLD
+    assert type(world) is (dist.ProcessGroup if PYTHON_BACKENDS else GradwireProcessGroup)
+    assert gw.from_process_group().size == 1
+    t = torch.full((2,), math.nan)
+    if PYTHON_BACKENDS and value == "1":
+        with pytest.raises(RuntimeError, match="NaN found in input tensor"):
+            dist.all_reduce(t)
+    elif PYTHON_BACKENDS:
+        dist.all_reduce(t)
+        dist.all_gather([torch.empty(2)], t)
+        recorded = json.loads(c10d._dump_fr_trace_json(backend="gradwire"))["entries"]
+        assert [one["profiling_name"] for one in recorded][-2:] == ["gradwire:all_reduce", "gradwire:all_gather"]
 
 
 @pytest.mark.parametrize(("others", "alone"), [({}, True), ({"cuda": "nccl"}, False)])
