@@ -116,7 +116,7 @@ def _run(words: list[str]) -> None:
 def launch(popen: Any = ForkedPython) -> None:
     """The main function of a launcher: `gradwire run` with the arguments in sys.argv, and ranks that are forks."""
     parser = argparse.ArgumentParser()
-    run_command.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["run", *sys.argv[1:]])
+    run_command.add_options(parser)
+    args = parser.parse_args()
     args.debug = False
     sys.exit(run_command.run(args, popen=popen))

@@ -1,4 +1,4 @@
-"""The `gradwire` command: one module per subcommand, each with `add_parser(subparsers)` and `run(args) -> exit code`.
+"""The `gradwire` command: one module per subcommand, each with `add_options(parser)` and `run(args) -> exit code`.
 
 This layer is the user interface: it parses arguments and prints. Except for `launch`, only this layer may read environment
 variables. Only the module of the requested subcommand is imported: most of them import torch, which takes seconds.
@@ -147,10 +147,10 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Any]:
     named = next((word for word in words if not word.startswith("-")), None)
     command: Any = None
     for name, purpose in COMMANDS.items():
+        one = subparsers.add_parser(name, help=purpose)
         if name == named:
             with _ended_by_interrupts():
                 command = importlib.import_module(f"gradwire.cli.{name}")
-            add_debug(command.add_parser(subparsers))
-        else:
-            subparsers.add_parser(name, help=purpose)
+            command.add_options(one)
+            add_debug(one)
     return parser, command

@@ -5,27 +5,26 @@ from __future__ import annotations
 import argparse
 import signal
 from pathlib import Path
-from typing import Any
 
 from gradwire.cli.elastic_options import address, read_key
 from gradwire.elasticity.hub import Hub
 from gradwire.launch.hub_host import host_and_port
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "hub",
-        description="Serve the records of one elastic run: which ranks train together. Ranks need it only when members change, so "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Serve the records of one elastic run: which ranks train together. Ranks need it only when members change, so "
         "it may be away for a while. Started again with the same file, at the same address, it continues where it was: that is "
-        "all there is to a recovery, also on another host that has the file and the address. It ends with SIGTERM or Ctrl-C.",
-        epilog="gradwire run --elastic 2:8 --hub HOST:PORT begins a run at it, gradwire run --join HOST:PORT adds ranks.",
+        "all there is to a recovery, also on another host that has the file and the address. It ends with SIGTERM or Ctrl-C."
+    )
+    parser.epilog = (
+        "gradwire run --elastic 2:8 --hub HOST:PORT begins a run at it, gradwire run --join HOST:PORT adds ranks."
     )
     add = parser.add_argument
     add("--address", type=address, required=True, metavar="HOST:PORT", help="where to listen; port 0: at a free one")
     add("--file", type=Path, required=True, help="the file of the records, which is made for a new run")
     key = "the file with the key that launchers need too; it is made if it does not exist (default: FILE.key)"
     add("--key-file", "--key_file", type=Path, metavar="KEY", help=key)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

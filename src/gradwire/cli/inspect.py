@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from gradwire.cli.arguments import run_directory
 from gradwire.errors import UsageError
@@ -25,19 +24,17 @@ from gradwire.observe.units import elapsed
 from gradwire.runtime.host import ProcessState
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "inspect",
-        description="Show where every rank of a job is: the state of its process, its step, the collective that it waits in, and "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show where every rank of a job is: the state of its process, its step, the collective that it waits in, and "
         "the line of its code. If ranks wait for others, these are named, with their stacks. The job goes on (a signal asks "
         "each rank for its stacks, which ends a sleep() in C code), and need not have been started by gradwire run: its ranks must "
-        "be recorded, on this host.",
+        "be recorded, on this host."
     )
     add = parser.add_argument
     which = "the directory of a run, or the process id of a rank (default: the latest run)"
     add("run", nargs="?", metavar="RUN", help=which)
     add("--stacks", action="store_true", help="show the whole stack of every rank")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

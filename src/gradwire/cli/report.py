@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from gradwire.cli.arguments import add_run, run_directory
 from gradwire.errors import UsageError
@@ -15,13 +14,12 @@ from gradwire.observe.report.report_model import RunReport, load_report
 from gradwire.observe.units import plural
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "report",
-        description="Make a page of what the flight recorders of all ranks have written: what the run was, step times, where a "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make a page of what the flight recorders of all ranks have written: what the run was, step times, where a "
         "step's time goes, buckets and collectives of a typical and of the slowest step, bytes, which ranks were late, and "
         "warnings with advice. One HTML file without references to others. The job may still run, hang, or have been killed. "
-        "With two runs, compare them.",
+        "With two runs, compare them."
     )
     add_run(parser)
     add = parser.add_argument
@@ -29,7 +27,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     add("other", nargs="?", metavar="OTHER", help=other)
     add("-o", "--output", type=Path, metavar="FILE", help="the file (default: report.html)")
     add("--text", action="store_true", help="write text instead of a page, to the terminal unless -o names a file")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

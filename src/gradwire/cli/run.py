@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 from gradwire.cli.arguments import at_least, positive
 from gradwire.cli.elastic_options import add_elastic, check_elastic, elastic_plan, elastic_variables
@@ -57,16 +56,15 @@ HOOKS = (
 """Those of `hooks.named`, whose import takes a second, that need no optimizer."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "run",
-        usage="gradwire run [options] [-m] SCRIPT [arguments of the script]",
-        description="Start N processes of a script on this machine; gw.init() makes them ranks of one world. Each line of "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "gradwire run [options] [-m] SCRIPT [arguments of the script]"
+    parser.description = (
+        "Start N processes of a script on this machine; gw.init() makes them ranks of one world. Each line of "
         "their output is shown with its rank. When one fails the others are stopped, its traceback is shown last, and its "
         "exit code is returned. Signals are forwarded to all ranks; a second Ctrl-C kills them. SIGUSR1 shows where every rank "
-        "stands, and is forwarded only to ranks that handle it. Rank 0 reads what is piped in; no rank reads the terminal.",
-        epilog="For several hosts use torchrun, mpirun or srun: gw.init() works under each.",
+        "stands, and is forwarded only to ranks that handle it. Rank 0 reads what is piped in; no rank reads the terminal."
     )
+    parser.epilog = "For several hosts use torchrun, mpirun or srun: gw.init() works under each."
     parser.set_defaults(hints=_HINTS)
     _add_starting(parser)
     add_elastic(parser)
@@ -75,7 +73,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     # One argument for both, not REMAINDER, from which argparse drops a first "--".
     script = "a Python file, or with -m a module, and its arguments"
     parser.add_argument("script", nargs=argparse.PARSER, metavar="SCRIPT", help=script)
-    return parser
 
 
 def _add_starting(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,6 @@ import functools
 import os
 import sys
 import time
-from typing import Any
 
 from rich.console import Console
 
@@ -27,20 +26,18 @@ _MOMENT = 0.5
 """Seconds after the end of all ranks within which their launcher saves how the run has ended."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "top",
-        description="Show all ranks of a job while it runs: their steps, how a step is divided into computing and waiting for "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show all ranks of a job while it runs: their steps, how a step is divided into computing and waiting for "
         "communication, the rank that the others wait for, and the last warning. The job is not disturbed, and need not have "
         "been started by gradwire run: its ranks must be recorded, on this host. Without a terminal, a line every 10 seconds is "
-        "printed. It ends with the job, or with Ctrl-C.",
+        "printed. It ends with the job, or with Ctrl-C."
     )
     add_run(parser)
     add = parser.add_argument
     add("--once", action="store_true", help="show the view once, and end")
     every = f"how often the view is updated (default: 1, without a terminal {PLAIN_INTERVAL:g})"
     add("--every", type=positive, metavar="SECONDS", help=every)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

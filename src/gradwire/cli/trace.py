@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from gradwire.cli.arguments import add_run, run_directory
 from gradwire.errors import UsageError
@@ -15,12 +14,11 @@ from gradwire.observe.trace import ProfilerTraces, write_trace
 from gradwire.observe.units import plural
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "trace",
-        description="Merge what the flight recorders of all ranks have written into one trace: steps, buckets and collectives of "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Merge what the flight recorders of all ranks have written into one trace: steps, buckets and collectives of "
         "every rank on one clock. Open it in ui.perfetto.dev or chrome://tracing. The job may still run, hang, or have been "
-        "killed.",
+        "killed."
     )
     add_run(parser)
     add = parser.add_argument
@@ -31,7 +29,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
         "add what torch.profiler has written for ranks of the run: a trace, or a directory of traces; may be repeated"
     )
     add("--profiler", action="append", default=[], type=Path, metavar="PATH", help=profiler)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import functools
 from pathlib import Path
-from typing import Any
 
 from gradwire.cli.arguments import at_least, positive
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "demo",
-        description="Train a small character-level transformer data-parallel on the source code of the Python standard "
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Train a small character-level transformer data-parallel on the source code of the Python standard "
         "library. Every rank reads its own part of the text and gradients are averaged each step. At the end all "
         "ranks compare their parameters bit for bit; the exit code is 1 if they differ. Then the same model is trained for a few "
-        "steps with torch's DDP and with gradwire, on this machine and over a simulated slow link, and the times are compared.",
+        "steps with torch's DDP and with gradwire, on this machine and over a simulated slow link, and the times are compared."
     )
     add = functools.partial(parser.add_argument, metavar="N")
     add("--ranks", type=at_least(1), help="number of ranks (default: one per core)")
@@ -33,7 +31,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     add("--svg", type=Path, metavar="FILE", help="also write what is printed at the end as a picture")
     timeout = "give up after this long (default: %(default)s)"
     add("--timeout", type=at_least(1), default=3600, metavar="SECONDS", help=timeout)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from gradwire.cli.arguments import at_least
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "doctor",
-        description="Examine this machine: versions, devices, engines, shared memory, limits, network, environment variables, and "
-        "how fast two ranks reach each other. Each problem comes with its fix. The exit code is 1 if there is a problem.",
-        epilog="Several hosts: start it on each, e.g. torchrun --nnodes 2 --nproc-per-node 1 ... -m gradwire doctor --hosts",
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Examine this machine: versions, devices, engines, shared memory, limits, network, environment variables, and "
+        "how fast two ranks reach each other. Each problem comes with its fix. The exit code is 1 if there is a problem."
+    )
+    parser.epilog = (
+        "Several hosts: start it on each, e.g. torchrun --nnodes 2 --nproc-per-node 1 ... -m gradwire doctor --hosts"
     )
     add = parser.add_argument
     hosts = "examine all hosts of a job that torchrun, mpirun or srun started, and their links"
@@ -22,7 +22,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     add("--json", action="store_true", help="print all findings as JSON")
     timeout = "how long a measurement may take (default: %(default)s)"
     add("--timeout", type=at_least(1), default=120, metavar="SECONDS", help=timeout)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
