@@ -332,9 +332,6 @@ class MPIWork(Work):
             engine.poll(pending)
         return self.settled
 
-    def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
-
     def wait_settled(self, limit: float) -> bool:
         """As in Work, inside the engine."""
         until = time.perf_counter() + limit
