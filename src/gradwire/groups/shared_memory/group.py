@@ -95,7 +95,6 @@ class SharedMemoryGroup(Group):
                 board.set_state(HERE)
                 rendezvous.exchange("mapped", "yes")
                 board.fence()
-                segment.unlink()
                 diagnosis = Diagnosis(self.ledger, board, Pulse(board.pids.tolist()))
             except BaseException:
                 segment.close()

@@ -4,8 +4,8 @@ Note [A file without a name]
 A file under /dev/shm with a name stays there when its makers are killed before they can unlink it. So the segment never has
 one: `O_TMPFILE` makes a file that is in no directory, with mode 0600, and the other ranks open it through
 `/proc/<pid>/fd/<number>`, which the kernel allows to processes of the same user, and check its inode, owner and size. When the
-last process has gone, however it went, the kernel frees the memory. Where there is no `O_TMPFILE` or no /proc, the file has a
-random name of 128 bits and is unlinked once all ranks have it mapped.
+last process has gone, however it went, the kernel frees the memory. Where a file system has no `O_TMPFILE`, the file is made with a
+random name of 128 bits and loses it in the next call.
 
 Note [Room without memory]
 The file is made as large as the group could ever need, and mapped once: address space, not memory. Memory is allocated by
@@ -21,7 +21,6 @@ import mmap
 import os
 import secrets
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 
 from gradwire.errors import GroupError, SharedMemoryFull, UsageError
@@ -53,7 +52,6 @@ class Segment:
         """Maps `fd`, and owns it from then on."""
         self.fd = fd
         self.nbytes = nbytes
-        self._name: str | None = None
         self._closed = False
         try:
             self.memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
@@ -66,21 +64,18 @@ class Segment:
     @classmethod
     def create(cls, *, ranks: int, nbytes: int, directory: str, host: str) -> tuple[Segment, Ticket]:
         """A new segment with room for `nbytes` (less where address space is short, but not much less than needed)."""
-        fd, name = _open_new(directory)
+        fd = _open_new(directory)
         try:
             segment = cls._map_new(fd, nbytes)
         except OSError as error:
-            if name is not None:
-                os.unlink(name)
             raise GroupError(
                 f"shared memory for {ranks} ranks: cannot map {nbytes / 2**20:,.1f} MiB of {directory}: {error.strerror}. "
                 "Raise the limits on address space and file size (ulimit -v, ulimit -f), or use another group."
             ) from error
         finally:
             os.close(fd)
-        segment._name = name
         status = os.fstat(segment.fd)
-        path = name or f"/proc/{os.getpid()}/fd/{segment.fd}"
+        path = f"/proc/{os.getpid()}/fd/{segment.fd}"
         token = secrets.token_hex(16)
         return segment, Ticket(path, status.st_ino, status.st_dev, token, segment.nbytes, ranks, host)
 
@@ -140,32 +135,25 @@ class Segment:
         status = os.fstatvfs(self.fd)
         return status.f_bavail * status.f_frsize
 
-    def unlink(self) -> None:
-        """Take its name away, if it has one: all ranks have it mapped."""
-        name, self._name = self._name, None
-        if name is not None:
-            with suppress(FileNotFoundError):
-                os.unlink(name)
-
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self.unlink()
             os.close(self.fd)
             self.fd = -1  # the number may be another file's from now on
 
 
-def _open_new(directory: str) -> tuple[int, str | None]:
+def _open_new(directory: str) -> int:
     """A new file of mode 0600: see Note [A file without a name]."""
     flags, name = os.O_RDWR | os.O_CLOEXEC, os.path.join(directory, f"gradwire-{secrets.token_hex(16)}")
     try:
-        if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
-            try:
-                return os.open(directory, flags | os.O_TMPFILE, 0o600), None
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
-                    raise
-        return os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600), name
+        try:
+            return os.open(directory, flags | os.O_TMPFILE, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+                raise
+        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        os.unlink(name)
+        return fd
     except OSError as error:
         advice = "Give a directory= that exists and may be written, on a tmpfs."
         raise UsageError(f"shared memory in {directory!r}: {error.strerror}. {advice}") from error
