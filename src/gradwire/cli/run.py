@@ -24,8 +24,8 @@ from gradwire.launch.preload_check import source_of, why_not_preload
 from gradwire.launch.process import Start
 from gradwire.launch.run_script import python_command
 from gradwire.launch.store_host import LOOPBACK, StoreHost
-from gradwire.launch.supervise import LaunchSpec, supervise
-from gradwire.launch.supervise_elastic import supervise_elastic
+from gradwire.launch.supervise import LaunchSpec, Supervisor
+from gradwire.launch.supervise_elastic import ElasticSupervisor
 from gradwire.launch.world import Address
 from gradwire.observe.hangs.analysis import SOFT_DEADLINE
 from gradwire.observe.hangs.hang_watch import HangWatch
@@ -232,7 +232,7 @@ def _launch(
             monitor=None if ranks is None else RunMonitor(ranks, size=size, stats=stats),
             picture=picture,
         )
-        return supervise(spec) if plan is None else supervise_elastic(spec, plan)
+        return (Supervisor(spec) if plan is None else ElasticSupervisor(spec, plan)).supervise()
 
 
 def _why_not_preload(args: argparse.Namespace, script: str) -> str:

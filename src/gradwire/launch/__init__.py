@@ -1,4 +1,4 @@
-"""Find or start a world: `init` joins the one that a launcher started, `supervise` is gradwire's own launcher for one host.
+"""Find or start a world: `init` joins the one that a launcher started, `Supervisor` is gradwire's own launcher for one host.
 
 This layer and the command line are the only readers of environment variables, and only this layer knows specific launchers. The
 launcher does not import torch: `elastic`, `init` and `leave`, which do, are imported on first use.

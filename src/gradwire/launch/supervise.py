@@ -1,4 +1,4 @@
-"""`supervise`: start the ranks of a run, show their output, forward signals, end them all, and report the outcome.
+"""`Supervisor`: start the ranks of a run, show their output, forward signals, end them all, and report the outcome.
 
 One thread and one loop: pipes, ended processes and signals all wake the same `select`. `shutdown.py` decides what to do,
 and what to report.
@@ -76,14 +76,6 @@ class LaunchSpec:
     """Why there is no `preload`."""
 
 
-def supervise(run: LaunchSpec) -> int:
-    """Run all ranks until they end and return the exit code."""
-    with ExitStack() as stack:
-        supervisor = Supervisor(run)
-        supervisor.start(stack)
-        return supervisor.run()
-
-
 class Supervisor:
     """The loop around the ranks of a run. `supervise_elastic.py` replaces those that end."""
 
@@ -103,6 +95,12 @@ class Supervisor:
         self._unsent: dict[int, deque[int]] = {rank: deque() for rank in range(len(run.environments))}
         """Signals for each rank, which may be starting."""
         self._interrupts = 0
+
+    def supervise(self) -> int:
+        """Run all ranks until they end and return the exit code."""
+        with ExitStack() as stack:
+            self.start(stack)
+            return self.run()
 
     def start(self, stack: ExitStack) -> None:
         """Start the ranks; `stack` ends and releases them, also if starting fails halfway."""

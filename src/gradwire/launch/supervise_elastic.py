@@ -1,4 +1,4 @@
-"""`supervise_elastic`: as `supervise`, but a rank that dies is replaced and the run goes on.
+"""`ElasticSupervisor`: as `Supervisor`, but a rank that dies is replaced and the run goes on.
 
 The hub is told of every process that has ended or is stopped; ranks agree there who trains on. `replacement.py` decides who is
 replaced, once the hub has answered: while it is away nobody could join anyway.
@@ -59,20 +59,12 @@ class ElasticPlan:
     """Faults to inject."""
 
 
-def supervise_elastic(run: LaunchSpec, plan: ElasticPlan) -> int:
-    """Run the ranks until training has finished and return the exit code."""
-    with ExitStack() as stack:
-        supervisor = ElasticSupervisor(run, plan, stack)
-        supervisor.start(stack)
-        return supervisor.run()
-
-
 class ElasticSupervisor(Supervisor):
     """The loop around processes that come and go, each in a place with the number of a rank."""
 
     _replaces = True
 
-    def __init__(self, run: LaunchSpec, plan: ElasticPlan, stack: ExitStack) -> None:
+    def __init__(self, run: LaunchSpec, plan: ElasticPlan) -> None:
         super().__init__(run)
         self._plan = plan
         name = f"{socket.gethostname().partition('.')[0][:16]}-{secrets.token_hex(2)}"
@@ -92,9 +84,9 @@ class ElasticSupervisor(Supervisor):
         """When the first view was seen; only for `--chaos`."""
         self._next_period = self._hub_started = 0.0
         self._calls = HubCalls(plan.address, plan.key, name)
-        stack.callback(self._calls.close)
 
     def start(self, stack: ExitStack) -> None:
+        stack.callback(self._calls.close)
         if (hub := self._plan.hub) is not None:
             self._display.say([f"the hub of this run is {host_and_port(hub.address)} (process {hub.start()})"])
             self._calls.add(lambda run: run.begin(self._plan.limits))

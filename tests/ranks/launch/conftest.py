@@ -10,8 +10,8 @@ import pytest
 from gradwire.cli.elastic_options import elastic_variables
 from gradwire.launch import preload
 from gradwire.launch.run_script import python_command
-from gradwire.launch.supervise import LaunchSpec, supervise
-from gradwire.launch.supervise_elastic import supervise_elastic
+from gradwire.launch.supervise import LaunchSpec, Supervisor
+from gradwire.launch.supervise_elastic import ElasticSupervisor
 
 HEAD = """
 import os, signal, subprocess, sys, time
@@ -52,7 +52,7 @@ def launch(tmp_path, capfdbinary, request, monkeypatch):
             monkeypatch.setattr(preload, "MODULES", ("heavy",))  # torch takes seconds
             options["preload"] = server = preload.PreloadedPython(command, environments, directory=str(tmp_path))
         spec = LaunchSpec(command, environments, errors=errors, **options)
-        code = supervise(spec) if plan is None else supervise_elastic(spec, plan)
+        code = (Supervisor(spec) if plan is None else ElasticSupervisor(spec, plan)).supervise()
         if forked:
             assert (server.reason or "").startswith(cold)
             assert bool(server.reason) == bool(cold)

@@ -8,7 +8,7 @@ import pytest
 from gradwire.errors import UsageError
 from gradwire.launch import display
 from gradwire.launch.shutdown import Ending
-from gradwire.launch.supervise import LaunchSpec, Supervisor, supervise
+from gradwire.launch.supervise import LaunchSpec, Supervisor
 from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.rings.run_outcome import load
 from gradwire.observe.run_status import RunMonitor
@@ -135,7 +135,7 @@ def test_a_folder_for_logs_that_cannot_be_made_is_a_usage_error(launch, tmp_path
 def test_a_program_that_is_not_there_leaves_nothing(tmp_path):
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
-        supervise(LaunchSpec([str(tmp_path / "nothing")], [{}, {}], grace=1))
+        Supervisor(LaunchSpec([str(tmp_path / "nothing")], [{}, {}], grace=1)).supervise()
     assert os.listdir("/proc/self/fd") == before
 
 
