@@ -29,6 +29,7 @@ from gradwire.launch.run_script import start_recorder
 from gradwire.launch.store import arrive, open_store, say_goodbye
 from gradwire.launch.world import World, find_world
 from gradwire.policies import set_default_checks
+from gradwire.runtime.cleanup import on_failure
 
 _PATIENCE = 5.0
 """Seconds that the rank that hosts the store waits for the others before it exits."""
@@ -90,7 +91,7 @@ def _join(world: World, kind: str, name: str, memory: dict[str, Any], *, timeout
     start_recorder(world, "gw.init()")
     set_default_checks(read_checks(os.environ))
     store = open_store(world, timeout=meeting, meeting=WORLD.met)
-    try:
+    with on_failure(release, store):
         ours = PrefixStore(f"gradwire/world/{WORLD.met}", store)
         agreed = _agree(ours, world, kind, meeting)
         found = find_kind(agreed, who=f"gw.init() on {world}, where rank 0 has chosen kind {agreed!r}")
@@ -99,9 +100,6 @@ def _join(world: World, kind: str, name: str, memory: dict[str, Any], *, timeout
         built = found.build(meet, world.rank, world.size, timeout=meeting, name=name, **options)
         group = check_built(built, found, who=f"gw.init() on {world}")
         group.set_timeout(timeout)
-    except BaseException:
-        release(store)
-        raise
     atexit.unregister(leave)
     atexit.register(leave)  # after the group's finalizers are created, so that it runs before them
     # An earlier group was closed on all ranks, or they would not be here; its store is released only now, because rank 0

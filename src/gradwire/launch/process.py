@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from gradwire.runtime.cleanup import on_failure
+
 _GUARD = ["/bin/sh", "-c", "read -r rank; read -r line; kill -s KILL -- -$rank; kill -s KILL 0"]
 
 
@@ -32,12 +34,10 @@ class Guardian:
         theirs, self._pipe = os.pipe()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # inherited by the guardian
         try:
-            self._process = subprocess.Popen(
-                _GUARD, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
-            )
-        except BaseException:
-            os.close(self._pipe)
-            raise
+            with on_failure(os.close, self._pipe):
+                self._process = subprocess.Popen(
+                    _GUARD, stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
+                )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             os.close(theirs)
@@ -69,7 +69,7 @@ class RankProcess:
     ) -> None:
         self.rank = rank
         self._guardian = Guardian()
-        try:
+        with on_failure(self._guardian.release):
             self._process = popen(
                 list(command),
                 env=dict(environ),
@@ -79,9 +79,6 @@ class RankProcess:
                 bufsize=0,
                 process_group=self._guardian.pid,
             )
-        except BaseException:
-            self._guardian.release()
-            raise
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self.stdout, self.stderr = self._process.stdout, self._process.stderr

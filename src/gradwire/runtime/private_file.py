@@ -16,6 +16,7 @@ import stat
 from pathlib import Path
 
 from gradwire.errors import GroupError, PrivateFileGone
+from gradwire.runtime.cleanup import on_failure
 
 PAGE = 4096
 STORE = "gradwire-store"
@@ -40,12 +41,9 @@ def create(label: str = STORE) -> int:
         raise GroupError(
             f"making a private store: {error.strerror}. {_HINTS.get(error.errno or 0, '')}".rstrip()
         ) from error
-    try:
+    with on_failure(os.close, fd):
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, PAGE)
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 
@@ -77,7 +75,7 @@ def open_private(name: str, label: str = STORE) -> int:
             "another host or in another container. Look at its output; ranks declared to be on one host must see each other's "
             "processes."
         ) from error
-    try:
+    with on_failure(os.close, fd):
         status = check_identity(what, fd, device=device, inode=inode, error=PrivateFileGone)
         if os.readlink(f"/proc/self/fd/{fd}") != f"/memfd:{label} (deleted)":
             raise PrivateFileGone(f"{what}: {_REPLACED}")
@@ -85,9 +83,6 @@ def open_private(name: str, label: str = STORE) -> int:
             raise GroupError(
                 f"{what}: other users can open it (mode {status.st_mode & 0o777:o}). It is not used: find out who changed that."
             )
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 
@@ -119,13 +114,10 @@ def write_private(path: str | Path, data: bytes) -> None:
         new = f".{name}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(new, flags, 0o600, dir_fd=directory)
-        try:
+        with on_failure(os.unlink, new, dir_fd=directory):
             with open(fd, "wb") as file:
                 file.write(data)
             os.rename(new, name, src_dir_fd=directory, dst_dir_fd=directory)
-        except BaseException:
-            os.unlink(new, dir_fd=directory)
-            raise
     finally:
         os.close(directory)
 

@@ -38,6 +38,7 @@ from gradwire.errors import GroupError
 from gradwire.groups.failure.store_calls import innermost
 from gradwire.groups.store.private_store import PrivateStore
 from gradwire.groups.store.rendezvous import LOOPBACK, MemberProcess, Rendezvous
+from gradwire.runtime.cleanup import on_failure
 from gradwire.runtime.private_file import create, name_of, open_private
 from gradwire.runtime.threads import BoundedCall
 
@@ -80,15 +81,12 @@ def _connect(rendezvous: Rendezvous, store: Any, known: list[Ways]) -> Any:
         else:
             options._devices = [ProcessGroupGloo.create_default_device()]
         call = BoundedCall(lambda: ProcessGroupGloo(cancelable, rank, size, options), name="gradwire-gloo-connect")
-        try:
+        with on_failure(call.abandon):
             rendezvous.wait_until(
                 lambda seconds: call.wait(seconds) and call.result() is not None,
                 lambda: failed(f"not finished after {rendezvous.timeout:.3g} s."),
             )
             return call.result()
-        except BaseException:
-            call.abandon()
-            raise
     except GroupError:
         raise
     except RuntimeError as error:
@@ -190,13 +188,10 @@ def _without_interpreter(store: Any, rank: int, timeout: float) -> tuple[Any, in
     if not isinstance(innermost(store), PrivateStore):
         return store, None
     fd = create(_LABEL) if rank == 0 else open_private(store.get(_NAME).decode(), _LABEL)
-    try:
+    with on_failure(os.close, fd):
         if rank == 0:
             os.ftruncate(fd, 0)
             store.set(_NAME, name_of(fd))
         native = FileStore(f"/proc/self/fd/{fd}", -1)
         native.set_timeout(timedelta(seconds=timeout))
-    except BaseException:
-        os.close(fd)
-        raise
     return native, fd

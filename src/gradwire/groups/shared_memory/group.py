@@ -39,6 +39,7 @@ from gradwire.groups.shared_memory.sync import Futex, Polling
 from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.work import Work
 from gradwire.recorder.source import derived_id
+from gradwire.runtime.cleanup import on_failure
 from gradwire.runtime.host import host_identity
 from gradwire.runtime.threads import weakly
 
@@ -84,7 +85,7 @@ class SharedMemoryGroup(Group):
         rendezvous = Rendezvous(store, rank, size, timeout=timeout, who=self)
         with rendezvous.meeting(rendezvous.next_key("gradwire/shared-memory")):
             segment, plan = _meet(self, rendezvous, directory or default_directory(), room)
-            try:
+            with on_failure(segment.close):
                 polls = waiting == "polling" or (waiting == "auto" and not Futex.available())
                 sleep = Polling(segment.view) if polls else Futex(segment.address)
                 self._board = board = Board(segment, plan, rank, sleep)
@@ -96,9 +97,6 @@ class SharedMemoryGroup(Group):
                 rendezvous.exchange("mapped", "yes")
                 board.fence()
                 diagnosis = Diagnosis(self.ledger, board, Pulse(board.pids.tolist()))
-            except BaseException:
-                segment.close()
-                raise
         self._segment = segment
         self._engine = SharedMemoryEngine(board, self._heap, diagnosis, weakly(self.fail))
         # After the base class's finalizer was made, so that at exit this one runs first.
@@ -237,13 +235,10 @@ def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room
     size, key, here = group.size, rendezvous.key("ticket"), host_identity()
     if group.rank == 0:
         segment, ticket = Segment.create(ranks=size, nbytes=room, directory=directory, host=here)
-        try:
+        with on_failure(segment.close):
             plan = SegmentPlan.fitting(size, segment.nbytes, segment.free)
             segment.reserve(0, plan.heaps, what="board and staging buffers")
             rendezvous.store.set(key, json.dumps({**asdict(ticket), "chunk": plan.chunk, "wide": plan.wide}))
-        except BaseException:
-            segment.close()
-            raise
     else:
         announced = json.loads(rendezvous.receive(key, source=0))
         chunk, wide = announced.pop("chunk"), announced.pop("wide")

@@ -24,6 +24,7 @@ import tempfile
 from dataclasses import dataclass
 
 from gradwire.errors import GroupError, SharedMemoryFull, UsageError
+from gradwire.runtime.cleanup import on_failure
 from gradwire.runtime.private_file import check_identity
 
 PAGE = 4096
@@ -53,11 +54,8 @@ class Segment:
         self.fd = fd
         self.nbytes = nbytes
         self._closed = False
-        try:
+        with on_failure(self.close):
             self.memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | _MAP_NORESERVE)
-        except BaseException:
-            self.close()
-            raise
         self.view = memoryview(self.memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 

@@ -35,6 +35,7 @@ from torch.distributed import DistStoreError
 from gradwire.errors import GroupError, PrivateFileGone
 from gradwire.groups.failure.store_calls import innermost
 from gradwire.groups.store.rendezvous import Rendezvous
+from gradwire.runtime.cleanup import on_failure
 from gradwire.runtime.private_file import PAGE, create, name_of, open_private
 
 _RECORD = struct.Struct("<Iq")  # length of the key; of the value, or _DELETED
@@ -313,12 +314,9 @@ def move(store: Any, rendezvous: Rendezvous, *, key: str, purpose: str) -> Priva
     deadline = time.monotonic() + rendezvous.timeout
     if rendezvous.rank == 0:
         private = PrivateStore.create(keep=store)
-        try:
+        with on_failure(private.close):
             private.set(_PURPOSE, purpose)
             rendezvous.store.set(key, private.name)
-        except BaseException:
-            private.close()
-            raise
     else:
         while True:
             name = rendezvous.receive(key, source=0, within=deadline - time.monotonic()).decode(errors="replace")

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gradwire.runtime.cleanup import on_failure
 from gradwire.runtime.host import ProcessState, handles_signal, process_state
 
 SIGNAL = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else None
@@ -73,12 +74,9 @@ class StackFile:
         path.unlink(missing_ok=True)  # of an earlier run, or planted
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o600)
-        try:
+        with on_failure(os.close, self._fd):
             signal.signal(SIGNAL, signal.SIG_IGN)  # what unregistering goes back to: a signal may be under way then
             faulthandler.register(SIGNAL, file=self._fd, all_threads=True)
-        except BaseException:
-            os.close(self._fd)
-            raise
 
     def close(self) -> None:
         """Stop writing."""

@@ -24,6 +24,7 @@ from typing import Any
 
 from gradwire.errors import ClosedError, GroupError, InternalError, UsageTypeError
 from gradwire.groups.store.private_store import PrivateStore
+from gradwire.runtime.cleanup import on_failure
 from gradwire.runtime.fork_server import ForkServer
 from gradwire.testing.pool.process import WARM, LocalWorker, Spawn, WorkerHandle, default_server, ending
 from gradwire.testing.pool.protocol import (
@@ -132,16 +133,13 @@ class RankPool:
             self._stores.append(PrivateStore.create())
         self._discharge([worker for worker in self._workers if worker.wait(0) is not None])
         fresh: list[WorkerHandle] = []
-        try:
+        with on_failure(self._discharge, fresh):
             for worker in self._start(n - len(self._workers), self._stores[0].name):
                 fresh.append(worker)
                 self._workers.append(worker)
             deadline = time.monotonic() + START_LIMIT
             for worker in fresh:
                 self._paths = _greet(worker, self._workers.index(worker), deadline)
-        except BaseException:
-            self._discharge(fresh)
-            raise
 
     def _start(self, count: int, store: str) -> Iterator[WorkerHandle]:
         """New workers, one by one; `store` is the name of their store."""
