@@ -9,7 +9,8 @@ import socket
 from enum import Enum
 
 
-def _read(path: str) -> str:
+def contents(path: str) -> str:
+    """The text of a file; empty where it cannot be read."""
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             return file.read()
@@ -23,7 +24,7 @@ def host_identity() -> str:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
-    return f"{socket.gethostname()} {_read('/proc/sys/kernel/random/boot_id').strip()} {namespace}"
+    return f"{socket.gethostname()} {contents('/proc/sys/kernel/random/boot_id').strip()} {namespace}"
 
 
 def clock_identity() -> str:
@@ -92,7 +93,7 @@ def process_state(pid: int, start: str = "") -> ProcessState:
 
 def handles_signal(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal: one without would be ended by it."""
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", _read(f"/proc/{pid}/status"), re.MULTILINE)
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", contents(f"/proc/{pid}/status"), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
@@ -105,7 +106,7 @@ def usable_cores(cgroups: str = "/sys/fs/cgroup") -> int:
 def cpu_quota(cgroups: str = "/sys/fs/cgroup") -> float | None:
     """Cores' worth of time that the container's cgroup grants, version 2 or 1; None without a limit, or where none is seen."""
     limit, quota, period = (
-        _read(f"{cgroups}/{name}").split() for name in ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+        contents(f"{cgroups}/{name}").split() for name in ("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
     )
     limit = limit or quota + period
     if len(limit) != 2 or not all(word.isdigit() for word in limit) or not int(limit[1]):

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from gradwire.launch.environment import SHM_DIRECTORY, shared_memory_options
 from gradwire.launch.world import find_world
 from gradwire.observe.rings.runs import runs_directory
 from gradwire.observe.units import plural, size
-from gradwire.runtime.host import cpu_quota
+from gradwire.runtime.host import contents, cpu_quota
 from gradwire.testing.mpi import missing as missing_mpi
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
@@ -212,7 +211,7 @@ class Interface(NamedTuple):
 
 def _interfaces() -> Iterator[Interface]:
     for _, name in socket.if_nameindex():
-        speed, state = _read(f"/sys/class/net/{name}/speed"), _read(f"/sys/class/net/{name}/operstate")
+        speed, state = (contents(f"/sys/class/net/{name}/{fact}").strip() for fact in ("speed", "operstate"))
         yield Interface(name, _address(name), state != "down", int(speed) if speed.isdecimal() else 0)
 
 
@@ -223,13 +222,6 @@ def _address(name: str) -> str:
         except OSError:  # it has none
             return ""
     return socket.inet_ntoa(reply[20:24])
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 def _network(environ: Mapping[str, str], *, several_hosts: bool) -> _Findings:
