@@ -15,11 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from gradwire.lab import Host
-from gradwire.runtime.fork_server import ForkedProcess
+from gradwire.runtime.fork_server import EXIT_LIMIT, ForkedProcess
 from gradwire.testing import mpi as mpirun
 from gradwire.testing.pool.process import default_server
 from gradwire.testing.pool.protocol import MESSAGE_LIMIT
@@ -83,8 +84,7 @@ class WarmProcess:
     stdout: IO[str] | None = None
 
     def __init__(self, process: ForkedProcess, outputs: Sequence[int] = ()) -> None:
-        self.pid, self.poll, self.wait = process.pid, process.poll, process.wait
-        self.send_signal, self.kill = process.send_signal, process.kill
+        self.pid, self.poll = process.pid, process.poll
         self._process = process
         self._outputs = list(outputs)
 
@@ -104,6 +104,24 @@ class WarmProcess:
             self.stdin.close()
             self.stdout.close()
         return (said[0], without_leaks_of_triton(said[1])) if said else ("", "")
+
+    def wait(self, timeout: float = EXIT_LIMIT) -> int:
+        """The exit status; raises if the process does not end in time."""
+        status = self.poll(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):  # it has ended, and its status has not arrived yet
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it, if it still runs, and wait for that."""
+        self.send_signal(signal.SIGKILL)
+        self.wait()
 
     def terminate(self) -> None:
         """Ask it to end, if it still runs."""

@@ -26,7 +26,7 @@ from typing import Any
 START_LIMIT = 120.0
 """Seconds that a server has to import its modules and fork the first child."""
 EXIT_LIMIT = 30.0
-"""Seconds that a process has to end after SIGKILL, or a server after its socket was closed."""
+"""Seconds that a server has to end after its socket was closed."""
 SETTINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Before it forks, the server must not start threads, as numpy does when it is imported, nor initialize CUDA."""
 _PROGRAM = (
@@ -51,24 +51,6 @@ class ForkedProcess:
             self.returncode = int(status)
             self._status.close()
         return self.returncode
-
-    def wait(self, timeout: float = EXIT_LIMIT) -> int:
-        """The exit status; raises if the process does not end in time."""
-        status = self.poll(timeout)
-        if status is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-        return status
-
-    def send_signal(self, number: int) -> None:
-        """Send it a signal, if it still runs."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and its status has not arrived yet
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """End it, if it still runs, and wait for that."""
-        self.send_signal(signal.SIGKILL)
-        self.wait()
 
     def fileno(self) -> int:
         """The descriptor on which the status arrives; -1 when it has arrived."""
