@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from gradwire.errors import ClosedError, GroupError, InternalError, UsageTypeError
@@ -228,26 +229,21 @@ def default_pool() -> RankPool:
 # -- one call --------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class _Call:
     """Sends jobs to the workers, receives their answers, stops the others when one fails. Each report extends the deadline."""
 
-    def __init__(
-        self,
-        workers: Sequence[WorkerHandle],
-        lost: Collection[int],
-        timeout: float,
-        leftovers: LeftBehind,
-        on_report: Callable[[Any], object],
-    ) -> None:
-        self._leftovers = leftovers
-        self._on_report = on_report
-        self._workers = workers
-        self._lost = lost
-        self._timeout = timeout
-        self._deadline = time.monotonic() + timeout
-        self._outcomes: dict[int, RankResult] = {}
-        self._ended: set[int] = set()
-        self._failing = False
+    _workers: Sequence[WorkerHandle]
+    _lost: Collection[int]
+    _timeout: float
+    _leftovers: LeftBehind
+    _on_report: Callable[[Any], object]
+    _outcomes: dict[int, RankResult] = field(default_factory=dict)
+    _ended: set[int] = field(default_factory=set)
+    _failing = False
+
+    def __post_init__(self) -> None:
+        self._deadline = time.monotonic() + self._timeout
 
     def finish(self, jobs: Sequence[RankJob]) -> list[RankResult]:
         """Send the jobs and return each rank's outcome, when all have ended."""
