@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from gradwire.cli import run as run_command
+from gradwire.launch.supervise import Supervisor
 
 _PR_SET_PDEATHSIG = 1
 _FIRST = 3
@@ -119,4 +120,6 @@ def launch(popen: Any = ForkedPython) -> None:
     run_command.add_options(parser)
     args = parser.parse_args()
     args.debug = False
-    sys.exit(run_command.run(args, popen=popen))
+    args.no_preload |= popen is not subprocess.Popen
+    Supervisor._popen = popen
+    sys.exit(run_command.run(args))

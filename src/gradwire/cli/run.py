@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,6 @@ from gradwire.launch.display import Picture, find_terminal
 from gradwire.launch.environment import CHECK_DIVERGENCE, HOOK, NONFINITE, RUN_DIRECTORY, LocalWorld, rank_environment
 from gradwire.launch.preload import ELASTIC, PreloadedPython
 from gradwire.launch.preload_check import source_of, why_not_preload
-from gradwire.launch.process import Start
 from gradwire.launch.run_script import python_command
 from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.supervise import LaunchSpec, Supervisor
@@ -138,8 +136,8 @@ def _add_checks(parser: argparse.ArgumentParser) -> None:
     add("--check-divergence", "--check_divergence", type=at_least(1), metavar="STEPS", help=divergence)
 
 
-def run(args: argparse.Namespace, *, popen: Start = subprocess.Popen) -> int:
-    """Start the ranks, by `popen`, wait for them, and return the exit code."""
+def run(args: argparse.Namespace) -> int:
+    """Start the ranks, wait for them, and return the exit code."""
     script, *arguments = args.script[1:] if args.script[0] == "--" else args.script
     if not args.module and not Path(script).is_file():
         wrong = "it is a directory" if Path(script).is_dir() else "there is no such file"
@@ -148,17 +146,17 @@ def run(args: argparse.Namespace, *, popen: Start = subprocess.Popen) -> int:
             "-m runs a module by its name."
         )
     if args.verify_ddp is not None:
-        return _verify(args, script, arguments, popen)
+        return _verify(args, script, arguments)
     if args.hook is not None and not args.replace_ddp:
         raise UsageError(
             f"gradwire run --hook {args.hook}: it is for models that take the place of torch's. Add --replace-ddp; a script that "
             "uses gradwire calls model.set_hook(...)."
         )
     starter = "gradwire.integrations.ddp_script" if args.replace_ddp else "gradwire.launch.run_script"
-    return _launch(args, [script, *arguments], starter, {}, observe=args.observe or args.replace_ddp, popen=popen)
+    return _launch(args, [script, *arguments], starter, {}, observe=args.observe or args.replace_ddp)
 
 
-def _verify(args: argparse.Namespace, script: str, arguments: Sequence[str], popen: Start) -> int:
+def _verify(args: argparse.Namespace, script: str, arguments: Sequence[str]) -> int:
     if args.hook is not None:
         raise UsageError(
             f"gradwire run --verify-ddp {args.verify_ddp} --hook {args.hook}: with a hook that compresses, gradients are not "
@@ -171,19 +169,13 @@ def _verify(args: argparse.Namespace, script: str, arguments: Sequence[str], pop
         one = argparse.Namespace(**{**vars(args), **places})
         seed = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
         starter = "gradwire.integrations.verified_script"
-        return _launch(one, [script, *arguments], starter, {**seed, **variables}, observe=True, popen=popen)
+        return _launch(one, [script, *arguments], starter, {**seed, **variables}, observe=True)
 
     return verify_ddp(launch, steps=args.verify_ddp, ranks=args.nproc)
 
 
 def _launch(
-    args: argparse.Namespace,
-    words: Sequence[str],
-    starter: str,
-    variables: Mapping[str, str],
-    *,
-    observe: bool,
-    popen: Start,
+    args: argparse.Namespace, words: Sequence[str], starter: str, variables: Mapping[str, str], *, observe: bool
 ) -> int:
     """Run the script `words[0]` with its arguments by the module `starter`, which gets `variables` in its environment."""
     cpus = len(os.sched_getaffinity(0))
@@ -213,7 +205,7 @@ def _launch(
         environments = [rank_environment(base, extra, rank, world) for rank in range(size + args.spares)]
         for spare in environments[size:]:
             spare.update(dict.fromkeys(("GRADWIRE_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(environments))))
-        cold = "--no-preload" if args.no_preload or popen is not subprocess.Popen else _why_not_preload(args, words[0])
+        cold = "--no-preload" if args.no_preload else _why_not_preload(args, words[0])
         folder = os.getcwd() if args.module else os.path.dirname(os.path.realpath(words[0]))
         modules = None if plan is None else ELASTIC
         spec = LaunchSpec(
@@ -228,7 +220,6 @@ def _launch(
             directory=None if ranks is None else ranks.directory,
             errors=Path(errors),
             watch=None if ranks is None else HangWatch(ranks, deadline=args.hang_after),
-            popen=popen,
             monitor=None if ranks is None else RunMonitor(ranks, size=size, stats=stats),
             picture=picture,
         )

@@ -69,9 +69,8 @@ class LaunchSpec:
     monitor: RunMonitor | None = None
     picture: Picture | None = None
     """Draws what the monitor has on a terminal, below the output of the ranks."""
-    popen: Start = subprocess.Popen
     preload: PreloadedPython | None = None
-    """What ranks are forks of, where that is possible, instead of processes that `popen` starts. Closed once they run."""
+    """What ranks are forks of, where that is possible, instead of processes of their own. Closed once they run."""
     cold: str = ""
     """Why there is no `preload`."""
 
@@ -81,6 +80,8 @@ class Supervisor:
 
     _replaces = False
     """Whether further ranks are started later."""
+    _popen: Start = subprocess.Popen
+    """Starts processes."""
 
     def __init__(self, run: LaunchSpec) -> None:
         self._run = run
@@ -108,7 +109,7 @@ class Supervisor:
         if threading.current_thread() is threading.main_thread():
             woken = stack.enter_context(_passing_on(self._got_signal))
             self._selector.register(woken, _READABLE, functools.partial(_read, woken))
-        self._stack, self._popen = stack, self._run.popen
+        self._stack = stack
         if (preload := self._run.preload) is not None:
             stack.callback(preload.close)
             if self._stopped_while_waiting_for(preload):
@@ -134,7 +135,8 @@ class Supervisor:
         self._ranks[rank] = process
         self._send_signals(rank)
         log = self._logs[rank]
-        self._streams[rank] = self._stream(self._out, rank, log), self._stream(self._err, rank, log)
+        out, err = (screen.prefix(rank) if self._run.prefix else b"" for screen in (self._out, self._err))
+        self._streams[rank] = RankStream(self._out, out, log=log), RankStream(self._err, err, log=log)
         for pipe, stream in zip((process.stdout, process.stderr), self._streams[rank]):
             read = functools.partial(self._read_from, pipe.fileno(), stream)
             self._selector.register(pipe.fileno(), _READABLE, read)
@@ -156,9 +158,6 @@ class Supervisor:
             for rank in range(len(self._run.environments)):
                 self._shutdown.ended(Ending(rank, -number, self._now))
         return number is not None
-
-    def _stream(self, screen: Screen, rank: int, log: BinaryIO | None) -> RankStream:
-        return RankStream(screen, screen.prefix(rank) if self._run.prefix else b"", log=log)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 

@@ -195,7 +195,7 @@ def test_an_interrupt_that_is_lost_in_an_import_does_not_take_the_grace(launch, 
     assert re.fullmatch(rb"gradwire run: stopped by SIGINT after \d+\.\d s\n", err)  # and no traceback of an import
 
 
-def test_a_signal_reaches_ranks_that_are_starting(launch, tmp_path):
+def test_a_signal_reaches_ranks_that_are_starting(launch, tmp_path, monkeypatch):
     """Rank 0 runs, and nobody has its process yet; rank 1 has not been started."""
 
     def start(*args, **options):
@@ -205,6 +205,7 @@ def test_a_signal_reaches_ranks_that_are_starting(launch, tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
         return process
 
+    monkeypatch.setattr(Supervisor, "_popen", staticmethod(start))
     code, out, err = launch(
         """
         def handler(number, frame):
@@ -214,7 +215,6 @@ def test_a_signal_reaches_ranks_that_are_starting(launch, tmp_path):
         mark("ready")
         stay()
         """,
-        popen=start,
         grace=1000,
     )
     assert out.count(b"[0] interrupted\n") == 1
