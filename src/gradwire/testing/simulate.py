@@ -42,26 +42,33 @@ def _busiest(exchanges: Sequence[Sequence[float]]) -> float:
     return max(map(sum, zip(*exchanges, strict=True)), default=0.0)
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Simulated:
+    """What a step leaves behind."""
+
+    states: tuple[Any, ...]
+    """Each rank's state afterwards: pass them to the next one."""
+    exchanges: tuple[Exchange, ...]
+    """The collectives, in order."""
+
+    @property
+    def wire_bytes(self) -> float:
+        """The bytes that the busiest rank had to send, over all collectives: what `CommHook.wire_bytes` predicts, or for an outer
+        step `OuterHook.outer_wire_bytes`."""
+        return _busiest([e.sent for e in self.exchanges])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Simulation:
+class Simulation(_Simulated):
     """The result of `simulate`."""
 
     reduced: tuple[Reduced, ...]
     """Each rank's result."""
-    states: tuple[Any, ...]
-    """Each rank's state afterwards: pass them to the next step."""
-    exchanges: tuple[Exchange, ...]
-    """The collectives, in order."""
 
     @property
     def nbytes(self) -> int:
         """The bytes that the busiest rank contributed, over all collectives."""
         return int(_busiest([e.nbytes for e in self.exchanges]))
-
-    @property
-    def wire_bytes(self) -> float:
-        """The bytes that the busiest rank had to send, over all collectives: what `CommHook.wire_bytes` predicts."""
-        return _busiest([e.sent for e in self.exchanges])
 
 
 @torch.no_grad()
@@ -116,24 +123,15 @@ def simulate(
         for g, state, turn in zip(gradients, states, turns, strict=True)
     ]
     reduced, exchanges = _Lockstep(f"simulate({hook!r})", size, layout).run(reductions)
-    return Simulation(reduced, tuple(states), exchanges)
+    return Simulation(reduced, states=tuple(states), exchanges=exchanges)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OuterSimulation:
+class OuterSimulation(_Simulated):
     """The result of `simulate_outer`."""
 
     parameters: tuple[Tensor, ...]
     """Each rank's, after the outer step."""
-    states: tuple[Any, ...]
-    """Each rank's state afterwards: pass them to the next outer step."""
-    exchanges: tuple[Exchange, ...]
-    """The collectives, in order."""
-
-    @property
-    def wire_bytes(self) -> float:
-        """The bytes that the busiest rank had to send: what `OuterHook.outer_wire_bytes` predicts."""
-        return _busiest([e.sent for e in self.exchanges])
 
 
 @torch.no_grad()
@@ -168,7 +166,7 @@ def simulate_outer(
         hook.settle(p, result.value, state, turn).to(p.dtype, copy=True)
         for (p, state, turn), result in zip(each, reduced, strict=True)
     )
-    return OuterSimulation(settled, tuple(states), exchanges)
+    return OuterSimulation(settled, states=tuple(states), exchanges=exchanges)
 
 
 def one_parameter(gradient: Tensor) -> BucketSpec:
