@@ -235,8 +235,13 @@ class Group(Verbs, ABC):
     def check_peers(self) -> None:
         """Check now whether the group has failed, here or on another rank, and raise the error."""
         self.refuse_in_child("check_peers()")
+        if self.failure is None and not self.closed:
+            self._look_at_peers()
         if self.failure is not None:
             raise again(self.failure)
+
+    def _look_at_peers(self) -> None:
+        """Fail if another rank has failed, as far as this one can find out now."""
 
     def recover(self, timeout: float | None = None) -> None:
         """Make an aborted group usable again. Every rank calls it; operations in flight are lost. Raises the group's failure if it

@@ -254,9 +254,8 @@ class C10dGroup(Group):
         if isinstance(error, (PeerLost, GroupAborted)):
             self._monitor.report(error)
 
-    def check_peers(self) -> None:
+    def _look_at_peers(self) -> None:
         self._monitor.check_peers()
-        super().check_peers()
 
     def recover(self, timeout: float | None = None) -> None:
         """Meet the other ranks; if they are out of step, continue over a new engine on the same store: an engine cannot cancel an

@@ -66,12 +66,10 @@ class Monitor:
     def check_peers(self) -> None:
         """Read the membership now, and fail the group if a peer is lost or has aborted."""
         group, membership = self._group(), self.membership
-        if group is None or membership is None or group.failure is not None or group.closed or group.forked:
-            return
-        membership.refresh()
-        error = self._peer_failure(membership, [])
-        if error is not None:
-            group.fail(error)
+        if group is not None and membership is not None:
+            membership.refresh()
+            if (error := self._peer_failure(membership, [])) is not None:
+                group.fail(error)
 
     def _peer_failure(self, membership: Membership, pending: Sequence[Work]) -> GroupError | None:
         """The failure of a peer that the membership, as last read, proves; `pending` are the slow operations."""

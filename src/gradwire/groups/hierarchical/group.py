@@ -337,18 +337,16 @@ class HierarchicalGroup(Group):
         for part, members in self._parts.members.items():
             part.fail(for_part(error, members, self.name))
 
-    def check_peers(self) -> None:
-        """Read the membership and check the parts now; raise if a peer is lost or has aborted."""
+    def _look_at_peers(self) -> None:
+        """At the membership, and in the parts."""
         self._monitor.check_peers()
-        if self.failure is None and not self.closed and not self.forked:
-            for part in self._parts.members:
-                try:
-                    part.check_peers()
-                except GroupError as error:
-                    mine = self._in_terms_of_whole(part, error, None)
-                    if self.failure is None:
-                        self.fail(mine)
-        super().check_peers()
+        for part in () if self.failure is not None else self._parts.members:
+            try:
+                part.check_peers()
+            except GroupError as error:
+                mine = self._in_terms_of_whole(part, error, None)
+                if self.failure is None:
+                    self.fail(mine)
 
     def recover(self, timeout: float | None = None) -> None:
         """Meet all ranks, then recover the parts. A lost peer stays lost."""

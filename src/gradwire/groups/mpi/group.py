@@ -228,11 +228,9 @@ class MPIGroup(Group):
                     self._fail_here(PeerLost(f"{text} {advice}", rank=rank, op=work.op.signature))
                     return
 
-    def check_peers(self) -> None:
-        """Handle control messages now; raise if a rank has aborted."""
-        if self.failure is None and not self.closed and not self.forked:
-            self._engine.progress()
-        super().check_peers()
+    def _look_at_peers(self) -> None:
+        """At their control messages."""
+        self._engine.progress()
 
     def recover(self, timeout: float | None = None) -> None:
         """Meet the other ranks on a communicator that was kept idle for this, and go on over a new one."""

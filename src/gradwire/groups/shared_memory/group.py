@@ -36,7 +36,7 @@ from gradwire.groups.shared_memory.engine import SharedMemoryEngine
 from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.shared_memory.segment import Segment, Ticket, default_directory
 from gradwire.groups.shared_memory.sync import Futex, Polling
-from gradwire.groups.store.rendezvous import Rendezvous
+from gradwire.groups.store.rendezvous import Rendezvous, check_meetings
 from gradwire.groups.work import Work
 from gradwire.recorder.source import derived_id
 from gradwire.runtime.cleanup import on_failure
@@ -192,17 +192,15 @@ class SharedMemoryGroup(Group):
         first = self.failure is None
         super().fail(error)
         if first and not self.closed and not self.forked:
-            self._heap.hold_back()
+            self._heap.holds_back = True
             self._board.set_state(*report(error))
             self._board.wait_queue.wake(self.rank)
 
-    def check_peers(self) -> None:
-        """Check the board and the other ranks' processes now."""
-        if self.failure is None and not self.closed and not self.forked:
-            error = self._engine.diagnosis.trouble(self._engine.waiting())
-            if error is not None:
-                self.fail(error)
-        super().check_peers()
+    def _look_at_peers(self) -> None:
+        """At the board and the other ranks' processes."""
+        error = self._engine.diagnosis.trouble(self._engine.waiting())
+        if error is not None:
+            self.fail(error)
 
     def recover(self, timeout: float | None = None) -> None:
         """Meet the other ranks and count operations from the beginning."""
@@ -256,7 +254,7 @@ def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room
             segment = Segment.join(ticket)
         except GroupError:
             rendezvous.all_processes()
-            rendezvous.check()  # rank 0 may have ended: then that is what to raise
+            check_meetings()  # rank 0 may have ended: then that is what to raise
             raise
         plan = SegmentPlan(size, segment.nbytes, chunk, wide=wide)
     group.ledger.identify(derived_id(ticket.token))

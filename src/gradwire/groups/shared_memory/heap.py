@@ -49,7 +49,8 @@ class Heap:
         self._free: list[tuple[int, int]] = []  # (offset, bytes), by offset
         self._returned: deque[tuple[int, int]] = deque()
         self._in_use: dict[int, weakref.ref[Any]] = {}  # by the id of the reference, which frees the block of its array
-        self._holding = False
+        self.holds_back = False
+        """Whether what is freed is kept: see Note [Blocks that another rank may still write]."""
         self._lock = threading.Lock()
 
     @property
@@ -111,7 +112,7 @@ class Heap:
 
     def _collect(self) -> None:
         """Take in what was freed. A finalizer can run at any point, in here too; so it only leaves a note."""
-        while self._returned and not self._holding:
+        while self._returned and not self.holds_back:
             self._insert(*self._returned.popleft())
 
     def _insert(self, offset: int, nbytes: int) -> None:
@@ -123,10 +124,3 @@ class Heap:
             offset, before = self._free.pop(i)
             nbytes += before
         self._free.insert(i, (offset, nbytes))
-
-    def hold_back(self) -> None:
-        """From now on keep what is freed: see Note [Blocks that another rank may still write]."""
-        self._holding = True
-
-    def let_go(self) -> None:
-        self._holding = False

@@ -184,7 +184,7 @@ class Mailbox:
         """All ranks have met after a failure: drop what is in the slots that this rank writes."""
         self._withdrawn.clear()
         self._receiving.clear()
-        self.heap.let_go()
+        self.heap.holds_back = False
         for peer in range(self.size):
             self._free[peer] = self._slots(self.rank, peer)
             for slot in self._free[peer]:

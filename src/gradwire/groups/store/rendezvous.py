@@ -160,7 +160,7 @@ class Rendezvous:
             try:
                 if done(max(0.0, min(_SLICE, left))):
                     return
-                self.check()
+                check_meetings()
             except RuntimeError as error:
                 if any(meeting.found(error) for meeting in _active()):
                     with suppress(RuntimeError):
@@ -179,10 +179,6 @@ class Rendezvous:
         text = f"{self.who}: ranks {list(missing)} did not arrive within {self.timeout:.3g} s"
         text += ". Check that they have started, and look at their output."
         return CollectiveTimeout(text, joined=sorted(set(joined)), missing=missing)
-
-    def check(self) -> None:
-        """Raise if a rank of this or an outer meeting has ended, or has reported an error."""
-        check_meetings()
 
     def _check(self) -> None:
         self._check_reports()
@@ -247,7 +243,7 @@ class Rendezvous:
                 if self.store.check([self.key(f"late/{rank}")]):
                     reported.add(rank)
                     waited_for.update(json.loads(self.store.get(self.key(f"late/{rank}"))))
-            self.check()
+            check_meetings()
             time.sleep(_SLICE / 5)
         return sorted(waited_for - reported) or list(missing)
 

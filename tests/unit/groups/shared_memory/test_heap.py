@@ -98,15 +98,15 @@ def test_against_a_model(steps: list[Step]) -> None:
                 kept.append(place(memory, alive[key][0]))
             del alive[key]
         elif what == "hold":
-            heap.hold_back()
+            heap.holds_back = True
             holding = True
         elif what == "let go":
-            heap.let_go()
+            heap.holds_back = False
             holding = False
             kept.clear()
         assert all(x.view(torch.uint8).eq(value).all() for x, value in alive.values() if x.nbytes < 100_000)
     alive.clear()
-    heap.let_go()
+    heap.holds_back = False
     blocks = free_blocks(heap)
     assert available(heap) == heap.reserved
     assert len(blocks) <= 1, "adjacent free blocks are merged"
@@ -209,11 +209,11 @@ def test_what_is_held_back_is_not_handed_out() -> None:
     heap, memory, _ = make()
     t = heap.tensor(100_000, torch.float32)
     where = place(memory, t)[0]
-    heap.hold_back()
+    heap.holds_back = True
     del t
     others = [heap.tensor(100_000, torch.float32) for _ in range(20)]
     assert where not in [place(memory, x)[0] for x in others]
-    heap.let_go()
+    heap.holds_back = False
     assert place(memory, heap.tensor(100_000, torch.float32))[0] == where
 
 
