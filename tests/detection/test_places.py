@@ -95,7 +95,7 @@ def test_the_place_is_where_the_main_thread_is(tmp_path, warm_python):
         lines = []
         wait_until(lambda: lines.extend(watch.check()) or lines, "a hang is reported")
     finally:
-        watch.close()
+        watch.run.close()
         for process in started:
             process.kill()
             process.communicate()

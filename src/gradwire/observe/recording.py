@@ -21,7 +21,7 @@ from typing import Any
 from gradwire.errors import UsageError
 from gradwire.observe.hangs.gradient_questions import SUBJECT, SUFFIX, GradientAnswers
 from gradwire.observe.hangs.hang_watch import report_for_error
-from gradwire.observe.hangs.stacks import StackFile, can_write_stacks, libraries
+from gradwire.observe.hangs.stacks import StackFile, libraries
 from gradwire.observe.rings.ring import RingFile, state_of_writer
 from gradwire.recorder import writer
 from gradwire.recorder.format import HEADER, PAGE, RecordKind
@@ -71,7 +71,7 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
         _record_optimizers(rank)
         _record_torch_ddp(rank)
         try:
-            if can_write_stacks():
+            if threading.current_thread() is threading.main_thread():
                 _closers.append(StackFile(path.with_suffix(".stacks")).close)
             answers = GradientAnswers(path.with_suffix(SUFFIX))
             _closers.append(answers.remove)
@@ -202,15 +202,12 @@ def _record_optimizers(rank: int) -> None:
 
     member = RankInGroup(rank=rank)
 
-    def began(*_: Any) -> None:
+    def record(kind: RecordKind, *_: Any) -> None:
         if (recorder := writer.active) is not None:
-            recorder.put(RecordKind.OPTIMIZER_BEGAN, member)
+            recorder.put(kind, member)
 
-    def ended(*_: Any) -> None:
-        if (recorder := writer.active) is not None:
-            recorder.put(RecordKind.OPTIMIZER_ENDED, member)
-
-    _closers.extend([before_optimizer_steps(began).remove, after_optimizer_steps(ended).remove])
+    moments = {RecordKind.OPTIMIZER_BEGAN: before_optimizer_steps, RecordKind.OPTIMIZER_ENDED: after_optimizer_steps}
+    _closers.extend(watch(functools.partial(record, kind)).remove for kind, watch in moments.items())
 
 
 def _record_torch_ddp(rank: int) -> None:

@@ -89,7 +89,7 @@ def wait_for(process, state):
 def watch(tmp_path):
     watch = HangWatch(RunFollower(tmp_path / "run"), deadline=0.0)
     yield watch
-    watch.close()
+    watch.run.close()
 
 
 def reported(watch):

@@ -24,7 +24,7 @@ from helpers.recorder_put import put
 def watch(tmp_path):
     watch = HangWatch(RunFollower(tmp_path / "run"), deadline=0.0)
     yield watch
-    watch.close()
+    watch.run.close()
 
 
 def test_waits_for_the_same_rank_are_counted_and_not_repeated(ring, tmp_path):
@@ -60,7 +60,7 @@ def test_waits_for_the_same_rank_are_counted_and_not_repeated(ring, tmp_path):
     assert "rank 0 has waited for 100.0 s in" in wait(42, 100.0)[0]
     [saved] = saved_hangs(directory)
     assert (saved.count, saved.ended) == (41, False)
-    watch.close()
+    watch.run.close()
     evaluating.close()
 
 
@@ -117,7 +117,7 @@ def test_rings_of_an_earlier_run_are_not_looked_at(ring, tmp_path):
     assert watch.check() == []
     ring(1)
     assert "rank 1 has waited" in watch.check()[0]
-    watch.close()
+    watch.run.close()
 
 
 def test_a_report_that_cannot_be_saved_is_shown_all_the_same(ring, watch):

@@ -240,10 +240,6 @@ class HangWatch:
             return f"not saved: {error.strerror}"
         return f"saved as {report.file}"
 
-    def close(self) -> None:
-        """Close the files."""
-        self.run.close()
-
 
 def report_for_error(directory: Path) -> list[str]:
     """The hang report of the ranks in `directory` that are on this host, for the error of a rank whose collective has failed.

@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from typing import Any
 from gradwire.runtime.cleanup import on_failure
 from gradwire.runtime.host import ProcessState, handles_signal, process_state
 
-SIGNAL = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else None
+SIGNAL = signal.SIGRTMIN + 12
 """Not one that programs use."""
 _PAUSE = 0.02
 _LARGEST = 1 << 20
@@ -70,7 +69,6 @@ class StackFile:
     """In the rank: writes stacks on the signal. Made in the main thread, which alone may set a signal handler."""
 
     def __init__(self, path: Path) -> None:
-        assert SIGNAL is not None
         path.unlink(missing_ok=True)  # of an earlier run, or planted
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o600)
@@ -80,13 +78,8 @@ class StackFile:
 
     def close(self) -> None:
         """Stop writing."""
-        faulthandler.unregister(SIGNAL or 0)
+        faulthandler.unregister(SIGNAL)
         os.close(self._fd)
-
-
-def can_write_stacks() -> bool:
-    """Whether this system has such signals, and this is the main thread."""
-    return SIGNAL is not None and threading.current_thread() is threading.main_thread()
 
 
 def read_stacks(headers: Mapping[Path, Mapping[str, Any]], *, within: float = 1.0) -> dict[Path, list[Stack]]:
@@ -148,7 +141,7 @@ def dump_stacks(pids: Mapping[Path, int], *, within: float) -> dict[Path, str]:
 
 def _ask(path: Path, pid: int) -> int | None:
     """Send the signal; returns where in the file the answer will be, None if the rank cannot answer."""
-    if SIGNAL is None or process_state(pid) is ProcessState.STOPPED or not handles_signal(pid, SIGNAL):
+    if process_state(pid) is ProcessState.STOPPED or not handles_signal(pid, SIGNAL):
         return None
     try:
         if path.stat().st_size > _LARGEST:  # it is only ever added to
