@@ -23,6 +23,7 @@ from gradwire.groups.failure.store_calls import bounded, innermost
 from gradwire.groups.store.private_store import PrivateStore, move, move_if_together, release
 from gradwire.groups.store.rendezvous import Rendezvous, host_store
 from gradwire.launch.world import Address, World
+from gradwire.runtime.cleanup import on_failure
 
 _TOKEN = secrets.token_hex(8)
 """Identifies this process, across hosts."""
@@ -74,12 +75,8 @@ def _open_by_mpi(world: World, host: str, timeout: float) -> Store:
     elif world.rank == 0:
         mine = host_store("", timeout=timeout)
         text = str(Address(host or socket.gethostname(), mine.port))
-    try:
+    with on_failure(release, mine):
         text = broadcast_text(text, world, timeout=timeout)
-    except BaseException:
-        if mine is not None:
-            release(mine)
-        raise
     if world.on_one_host:
         return _opened(mine or PrivateStore.open(text), timeout)
     host, _, port = text.rpartition(":")

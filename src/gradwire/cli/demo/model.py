@@ -158,12 +158,10 @@ class Transformer(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
     @torch.no_grad()
-    def continue_text(
-        self, symbols: Tensor, count: int, generator: torch.Generator, temperature: float = 0.6
-    ) -> Tensor:
-        """`symbols` ([time]) and `count` more, drawn one by one."""
+    def continue_text(self, symbols: Tensor, count: int, generator: torch.Generator) -> Tensor:
+        """`symbols` ([time]) and `count` more, drawn one by one, at a temperature of 0.6."""
         for _ in range(count):
             logits = self(symbols[None, -self.shape.context :])[0, -1]
-            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            drawn = torch.multinomial((logits / 0.6).softmax(-1), 1, generator=generator)
             symbols = torch.cat([symbols, drawn])
         return symbols

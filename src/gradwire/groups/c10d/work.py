@@ -41,6 +41,7 @@ from gradwire.collectives.aliasing import keep_for
 from gradwire.events import is_kept
 from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
+from gradwire.runtime.cleanup import on_failure
 from gradwire.runtime.threads import Worker
 
 _SLICE = 0.1
@@ -332,11 +333,8 @@ class MessageThreads:
 
         thread = threading.Thread(target=run, name=f"gradwire-messages-{self._name}", daemon=True)
         self._running[thread] = native
-        try:
+        with on_failure(self._running.pop, thread):
             thread.start()
-        except BaseException:
-            del self._running[thread]
-            raise
 
     def natives(self) -> list[Any]:
         """c10d's Works that threads are waiting for in the engine."""
