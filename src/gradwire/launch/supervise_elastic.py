@@ -163,10 +163,7 @@ class ElasticSupervisor(Supervisor):
             elif other not in self._dismissed and other not in self._undecided:
                 self._dismissed.add(other)
                 self._send(other, signal.SIGTERM)
-                self._timers[other] = self._now + self._run.grace, self._kill
-
-    def _kill(self, number: int) -> None:
-        self._send(number, signal.SIGKILL)
+                self._timers[other] = self._now + self._run.grace, functools.partial(self._send, number=signal.SIGKILL)
 
     def _give_up_place(self, number: int) -> None:
         self._timers.pop(number, None)

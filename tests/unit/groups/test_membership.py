@@ -285,7 +285,7 @@ def test_a_process_group_that_is_made_again_over_the_same_store() -> None:
     new.membership.joined = 1
     assert new.membership.have_joined(1) is None
     assert new.membership.peers.left_before(100) is None
-    assert new.membership.failure_record is None
+    assert new.membership.peers.failure_record is None
     other = Opened(second[1], store, 1)
     assert new.membership.have_joined(1) == (0,)
     other.membership.joined = 1
@@ -403,14 +403,14 @@ def test_an_exchange_that_outlives_its_epoch_hides_no_failure_of_the_next_and_in
             pass
         slow.release.set()
         recovered[0].result(60)
-    assert waits.failure_record is None
+    assert waits.peers.failure_record is None
 
     for _ in range(changes):
         other.joined += 1
         other.publish()
     other.record_failure(None, "the second")
     waits.refresh()
-    assert waits.failure_record == (None, "the second")
+    assert waits.peers.failure_record == (None, "the second")
     for rank in (waits, other):
         rank.leave("closed")
 
@@ -431,13 +431,13 @@ def test_a_failure_is_reported_once_the_store_answers_again(monkeypatch: pytest.
     monkeypatch.setattr(membership, "_REPORTED_WITHIN", 0.01)
     slow, fails, other = fails_while_stalled()
     other.refresh()
-    assert other.failure_record is None
+    assert other.peers.failure_record is None
     slow.release.set()
     deadline = time.monotonic() + 60
-    while other.failure_record is None and time.monotonic() < deadline:
+    while other.peers.failure_record is None and time.monotonic() < deadline:
         fails.tick(slow=False)
         other.refresh()
-    assert other.failure_record == (None, "aborted")
+    assert other.peers.failure_record == (None, "aborted")
     for rank in (fails, other):
         rank.leave("closed")
 
@@ -450,7 +450,7 @@ def test_a_rank_that_recovers_has_reported_its_failure(monkeypatch: pytest.Monke
     with pytest.raises(TimeoutError, match=r"ranks \[1\] have not called"):
         fails.start_over(0, 0.01)
     other.refresh()
-    assert other.failure_record == (None, "aborted")
+    assert other.peers.failure_record == (None, "aborted")
     for rank in (fails, other):
         rank.leave("closed")
 

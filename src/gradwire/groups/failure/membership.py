@@ -84,6 +84,7 @@ class Peers:
     """Pages that ranks wrote when they had joined at most this many collectives may be about an earlier group."""
     here: str = field(default_factory=host_identity)
     failure_record: tuple[int | None, str] | None = None
+    """The rank that some rank has reported lost, or None for an aborted group, and why."""
     unreported: list[Any] | None = None
     """The failure that this rank has found, until it is in the store."""
     published: tuple[int, str] | None = None
@@ -241,11 +242,6 @@ class Membership:
             if not member.pid and (known := processes.get(rank)) is not None:
                 page = MemberPage(known.host, known.pid, known.start, number=self.peers.number)
                 self.peers.members[rank] = page
-
-    @property
-    def failure_record(self) -> tuple[int | None, str] | None:
-        """The rank that some rank has reported lost, or None for an aborted group, and why."""
-        return self.peers.failure_record
 
     def _prefix(self) -> str:
         return f"{self._base}/{self._recoveries}"

@@ -76,8 +76,8 @@ class Monitor:
         first = next(iter(pending), None)
         where = self._ledger.where(first)
         rank, why = membership.peers.dead(), "its process has died"
-        if rank is None and membership.failure_record is not None:
-            rank, why = membership.failure_record
+        if rank is None and membership.peers.failure_record is not None:
+            rank, why = membership.peers.failure_record
             if rank is None:
                 return GroupAborted(f"{where}: the group was aborted: {why}", reason=why)
         if rank is None:
@@ -166,8 +166,8 @@ def find_culprit(membership: Membership, joined: int, patience: float = 1.0) -> 
         dead = membership.peers.dead()
         if dead is not None:
             return dead, f"rank {dead} (process {membership.peers.members[dead].pid}) has died"
-        if membership.failure_record is not None:
-            return membership.failure_record
+        if membership.peers.failure_record is not None:
+            return membership.peers.failure_record
         over = time.monotonic() >= deadline or membership.store_lost
         # A rank that gave up on this operation has joined it; so has one that finished it and left, which is not the culprit.
         gone = membership.peers.left_before(sys.maxsize if over else joined)

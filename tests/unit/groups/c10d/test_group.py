@@ -207,7 +207,7 @@ def test_a_lost_rank_is_reported_to_everybody_and_the_first_stays():
     a.record_failure(1, "gone")
     a.record_failure(None, "later")
     b.refresh()
-    assert b.failure_record == (1, "gone")
+    assert b.peers.failure_record == (1, "gone")
     assert find_culprit(b, 1) == (1, "gone")
 
 
@@ -230,7 +230,7 @@ def test_two_groups_on_one_store_do_not_mix():
     first, second = Membership(store, 0, 1), Membership(store, 0, 1)
     first.record_failure(0, "gone")
     second.refresh()
-    assert second.failure_record is None
+    assert second.peers.failure_record is None
 
 
 def test_a_store_that_fails_is_given_up():
