@@ -144,6 +144,25 @@ def test_averages_of_all_buckets_are_put_back_whatever_the_gradients_are(group: 
     assert parameters[1].grad.data_ptr() != buckets.storages[0].views[1].data_ptr()
 
 
+@pytest.mark.parametrize(
+    "lazy",
+    [torch.ones(3, dtype=torch.complex64).conj(), torch.full((3,), 1j).conj().imag],
+    ids=["conjugate", "negative"],
+)
+def test_gradients_of_which_the_sign_is_not_computed_yet(group: Any, lazy: Tensor) -> None:
+    parameter, plain = torch.zeros_like(lazy), torch.zeros_like(lazy)
+    layout = BucketLayout.make([ParameterSpec.of(name, parameter) for name in "pq"], [[0, 1]])
+    buckets = BucketBuffers([parameter, plain], layout, keep_views=False, lazy=False)
+    buckets.allocate(layout, group)
+    parameter.grad, plain.grad = lazy, torch.zeros_like(lazy)
+    buffer = buckets.fill(0, [lazy, plain.grad], group)
+    assert buffer.tolist() == [*lazy.tolist(), 0, 0, 0]
+    buckets.put_back([(0, torch.arange(6).to(lazy.dtype))])
+    assert parameter.grad is lazy
+    assert lazy.tolist() == [0, 1, 2]
+    assert plain.grad.tolist() == [3, 4, 5]
+
+
 def test_averages_that_cannot_be_copied_are_an_error(group: Any) -> None:
     parameter = torch.zeros(3)
     layout = BucketLayout.make([ParameterSpec.of("p", parameter)], [[0]])

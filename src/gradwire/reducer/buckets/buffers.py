@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import repeat
-from operator import attrgetter, is_not
+from operator import is_not
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from gradwire.reducer.buckets.layout import BucketLayout
 # Copies record no graph whatever the gradients carry, and cost a fifth less than under no_grad, which asks autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 _address: Callable[[Any], int] = Tensor.data_ptr
-_is_sparse = attrgetter("is_sparse")
 
 
 class ZeroBucket(GradBucket):
@@ -154,9 +153,9 @@ class _Copies:
         with below_autograd():
             try:
                 torch._foreach_copy_(self._places, self._values)
-            except RuntimeError:  # looking for sparse ones at first would cost as much as copying small ones
-                if not any(map(_is_sparse, self._places)):
-                    raise
+            except (
+                RuntimeError
+            ):  # a sparse or lazily conjugate one: looking for them costs as much as copying small ones
                 self._run_one_by_one()
 
     def _run_one_by_one(self) -> None:
