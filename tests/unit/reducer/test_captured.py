@@ -227,6 +227,40 @@ class Alternating(Own):
         return Reduced(value, grad)
 
 
+class Refreshing(CommHook):
+    """A user's hook with a factor that it computes anew on the host every eighth step, as others do a projection."""
+
+    def __init__(self, key: str | None, *, tensor: bool) -> None:
+        self.key, self.tensor = key, tensor
+
+    def init(self, spec: BucketSpec) -> dict[str, Any]:
+        return {"factor": torch.ones(()) if self.tensor else 1.0}
+
+    def capture_key(self, turn: Turn) -> str | None:
+        return "other steps" if turn.step % 8 else self.key
+
+    def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
+        if turn.step % 8 == 0:
+            state["factor"] = state["factor"] + 1
+        yield all_reduce(grad, op=ReduceOp.AVG)
+        return Reduced(grad.mul_(state["factor"]), grad)
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["a number", "a tensor"])
+@pytest.mark.parametrize("key", ["refresh", None])
+def test_graphs_are_forgotten_when_a_step_of_another_key_changes_the_state(key: str | None, tensor: bool) -> None:
+    hook = Refreshing(key, tensor=tensor)
+    ours, eager = Line(hook), Line(capture(hook, enabled=False))
+    graphs = []
+    with warnings.catch_warnings(record=True) as refused:
+        warnings.simplefilter("always")
+        for number in range(16):
+            assert torch.equal(ours.step(number), eager.step(number)), number
+            graphs.append(ours.graphs)
+    assert graphs == [0, 0, 1, 1, 1, 1, 1, 1, 0, 0, *([1] * 6 if key is None else [0] * 6)]
+    assert bool(refused) == (key is not None)  # whose steps could be captured, if they did not change it
+
+
 _RANDOM, _NOISY = (hooks.chain(stage, hooks.mean()) for stage in (hooks.random_k(0.1), hooks.add_noise(std=1.0)))
 
 

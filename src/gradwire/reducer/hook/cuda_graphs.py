@@ -99,7 +99,7 @@ class CapturedReductions:
         fits = self.enabled and self._refused is not hook and not grad.is_sparse and 0 < grad.nbytes <= LARGEST_BUCKET
         key = hook.capture_key(turn) if fits else None
         if key is None or torch.cuda.is_current_stream_capturing():
-            return _eager(start, turn, submit)
+            return self._run_eagerly(start, state, turn, submit)[0]
         bucket = self._bucket(hook, key, grad, state, turn)
         if not bucket.segments:
             if bucket.changed_state is not False:
@@ -140,12 +140,21 @@ class CapturedReductions:
         return bucket
 
     def _first_run(self, bucket: _Bucket, start: Start, hook: CommHook, turn: Turn, submit: Submit) -> Tensor:
-        before, again = _on_host(bucket.state), bucket.changed_state
-        value = _eager(start, turn, submit)
-        bucket.changed_state = _on_host(bucket.state) != before
+        again = bucket.changed_state
+        value, bucket.changed_state = self._run_eagerly(start, bucket.state, turn, submit)
         if bucket.changed_state and again:  # not if it is only completed in the first reduction
             self._refuse(hook, turn, "it puts new tensors or numbers into its state")
         return value
+
+    def _run_eagerly(self, start: Start, state: Any, turn: Turn, submit: Submit) -> tuple[Tensor, bool]:
+        """Also whether it changed what the state holds on the host: then graphs for other keys, which contain it, are forgotten."""
+        before = _on_host(state) if self._buckets else None
+        value = _eager(start, turn, submit)
+        changed = before is not None and _on_host(state) != before
+        for name, bucket in self._buckets.items():
+            if changed and bucket.segments and name[0] == turn.spec.index:
+                self._buckets[name] = bucket.moved(bucket.address, state)
+        return value, changed
 
     def drop(self) -> None:
         """Free all graphs and their memory."""
