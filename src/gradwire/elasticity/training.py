@@ -13,6 +13,7 @@ on any member. So what a member owes counts the same with any number of members,
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +30,9 @@ from gradwire.hooks.base import CommHook, Trait
 from gradwire.parallel.divergence import DivergenceSchedule, digest
 from gradwire.parallel.replicate import replicate
 from gradwire.policies import Buckets, Buffers, Graph, NonFinite
+from gradwire.recorder import writer
+from gradwire.recorder.format import RecordKind
+from gradwire.recorder.writer import NO_OPERATION, Place
 from gradwire.reducer.hook.hook_states import StepFork, from_dict
 
 
@@ -68,6 +72,8 @@ class Training:
         )
         self.replica.reducer.order.limits = None  # buckets depend on the model alone, so all members have the same
         self.replica.divergence = DivergenceSchedule(None)
+        self._retried = False
+        """Whether the last step was dropped, to be computed again."""
         self._owners: tuple[str, ...] = ()
         self._fork: StepFork | None = None
         self._buffers: dict[str, Tensor] = {}
@@ -80,6 +86,7 @@ class Training:
     def open(self) -> None:
         """See Note [A step that may be lost]."""
         self._clear_gradients()
+        self.replica.reducer.iterations.number = self.committed  # in records, a step has the same number on all ranks
         self._fork = self.replica.runner.states.fork()
         self._reduced = self.replica.reducer.steps
         self._buffers = {name: buffer.clone() for name, buffer in self.replica.state.named_buffers().items()}
@@ -117,6 +124,7 @@ class Training:
         fork = self._end()
         assert fork is not None
         fork.commit()
+        self.replica.reducer.events.step(RecordKind.STEP_COMMITTED, self.committed)
         self.committed += 1
 
     def drop(self) -> None:
@@ -125,6 +133,7 @@ class Training:
         if fork is None:
             return  # the step before was committed, and none has begun
         fork.drop()
+        self._retried = True
         with torch.no_grad():
             for name, buffer in self.replica.state.named_buffers().items():
                 if name in self._buffers:
@@ -166,6 +175,10 @@ class Training:
         group.barrier(label="handed over")  # nobody aborts the group before
 
     def follow(self, view: View) -> None:
+        if (recorder := writer.active) is not None:
+            facts = {"epoch": view.epoch, "members": view.members, "step": view.step, "retried": self._retried}
+            recorder.describe("view", {**facts, "time": time.time()})
+        self._retried = False
         if self.data is not None:  # of a fresh member, what it gets from another one replaces it
             self._owners = share_slots(self.data.slots, view.members, self._owners)
 
@@ -184,6 +197,10 @@ class Training:
             me = view.members[group.rank]
             self.slots = [slot for slot, owner in enumerate(self._owners) if owner == me]
             self.replica.runner.divisor = self.data.slots
+        if (recorder := writer.active) is not None:
+            operation = NO_OPERATION[:2] + (view.epoch,) + NO_OPERATION[3:]
+            member, place = group.ledger.events.member(recorder), Place(view.step)
+            recorder.put(RecordKind.VIEW, member, operation, nbytes=group.size, place=place)
         self.entered(view)
 
     # -- state -----------------------------------------------------------------------------------------------------------

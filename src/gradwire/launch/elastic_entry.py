@@ -25,6 +25,7 @@ from gradwire.groups.base import DEFAULT_TIMEOUT
 from gradwire.groups.kinds import AUTO
 from gradwire.hooks.base import CommHook
 from gradwire.launch.environment import shared_memory_options
+from gradwire.launch.run_script import start_recorder
 from gradwire.launch.world import find_world
 from gradwire.policies import Buckets, Graph
 
@@ -56,6 +57,7 @@ def elastic(
     `gradwire run --elastic`) training waits, for `patience` seconds. Parameters are compared every `check_every` steps.
     """
     environ = os.environ
+    start_recorder(find_world(environ), "gw.elastic()")
     run = ElasticRun(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
     run.steps, run.check_every = steps, check_every
     run.training.update = update or optimizer.step

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from gradwire.errors import UsageError
-from gradwire.launch.environment import RUN_DIRECTORY, SERVER, read_checks
+from gradwire.launch.environment import MEMBER, RUN_DIRECTORY, SERVER, read_checks
 from gradwire.launch.world import World, find_world
 from gradwire.policies import set_default_checks
 from gradwire.runtime.rank_error import RankError, is_importing
@@ -138,10 +138,12 @@ def start_recorder(world: World, who: str) -> None:
     """Start the flight recorder where `gradwire run`, or the user, has named a directory for it."""
     from gradwire.observe.recording import start
 
-    directory = os.environ.get(RUN_DIRECTORY)
+    directory, member = os.environ.get(RUN_DIRECTORY), os.environ.get(MEMBER, "")
     if not directory:
         return
+    number = member.rpartition("-")[2]  # of processes that come and go, each has its own
+    rank = int(number) if number.isdecimal() else world.rank
     try:
-        start(directory, rank=world.rank, size=world.size)
+        start(directory, rank=rank, size=max(world.size, rank + 1), member=member)
     except (OSError, UsageError) as error:  # training does not depend on it
         warnings.warn(f"{who} on {world}: it is not recorded. {error}", stacklevel=4)

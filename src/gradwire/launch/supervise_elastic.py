@@ -13,6 +13,7 @@ import secrets
 import selectors
 import signal
 import socket
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ _PERIOD = 0.1
 """Seconds between two looks at the state of all processes."""
 _HUB_PAUSE = 1.0
 """Seconds from one start of a hub that ends by itself to the next; one that was killed is started again at once."""
+_MOST_RECORDED = 50
 _STOP = 2.0
 """Seconds for which a rank is stopped by `--chaos`."""
 
@@ -80,6 +82,7 @@ class ElasticSupervisor(Supervisor):
         """Processes whose companions still run, and until when: see Note [When everything has been read]."""
         self._stopped, self._suspended = frozenset[str](), set[str]()
         """Members that were stopped at the last look, and those that are marked as gone for it."""
+        self._recorded: deque[str] = deque()
         self._trains_since = math.inf
         """When the first view was seen; only for `--chaos`."""
         self._next_period = self._hub_started = 0.0
@@ -151,7 +154,8 @@ class ElasticSupervisor(Supervisor):
                 self._calls.add(functools.partial(RunRecords.hold, member=places[promoted].member, spare=False))
             elif delay is not None:
                 what += f"; replaced by {places[number].member}{f' in {delay:.0f} s' if delay else ''}"
-            self._display.say([f"rank {number} ({member}) {what}"])
+            self._note(member, verdict.value, f"rank {number} ({member}) {what}")
+            self._out_of_run(member)
             self._part_with(number)
             if delay is None:
                 self._shutdown.retire(number)
@@ -228,12 +232,26 @@ class ElasticSupervisor(Supervisor):
         places = self._members.places
         numbers = {places[number].member: number for number, process in self._ranks.items() if process.stopped}
         for member in (self._stopped & numbers.keys()) - self._suspended:
-            self._display.say([f"rank {numbers[member]} ({member}) is stopped: the others go on without it"])
+            self._note(member, "stopped", f"rank {numbers[member]} ({member}) is stopped: the others go on without it")
             self._mark(member, gone=True)
         for member in self._suspended - numbers.keys():
             self._mark(member, gone=False)
         self._suspended = (self._suspended | self._stopped) & numbers.keys()
         self._stopped = frozenset(numbers)
+
+    def _out_of_run(self, member: str) -> None:
+        """Keep the records of the last processes that have died or left: each takes 5 MiB."""
+        self._recorded.append(member)
+        if len(self._recorded) > _MOST_RECORDED and self._run.directory is not None:
+            for path in self._run.directory.glob(f"rank-{self._recorded.popleft()}.*"):
+                path.unlink(missing_ok=True)
+
+    def _note(self, member: str, kind: str, text: str, **facts: str) -> None:
+        """Show what has happened to a process, and record it for reports."""
+        self._display.say([text])
+        if self._run.directory is not None:
+            with contextlib.suppress(OSError):
+                record_fault(self._run.directory / FILE, member=member, kind=kind, text=text, **facts)
 
     def _mark(self, member: str, *, gone: bool) -> None:
         self._calls.add(lambda run: run.mark(member, gone=gone))
@@ -244,7 +262,7 @@ class ElasticSupervisor(Supervisor):
         if hub is None or status is None or (status >= 0 and lived < _HUB_PAUSE):
             return
         how = described(status, lived)
-        self._display.say([f"the hub has ended ({how}): started again with its records (process {hub.start()})"])
+        self._note("hub", "ended", f"the hub has ended ({how}): started again with its records (process {hub.start()})")
         self._hub_started = self._now
 
     def _inject_faults(self, chaos: ChaosSchedule) -> None:
@@ -257,10 +275,7 @@ class ElasticSupervisor(Supervisor):
             rank = None if kind == "hub" else ranks[int(which * len(ranks))]
             member = kind if rank is None else self._members.places[rank].member
             what = f"{FAULTS[kind].name} to {'the hub' if rank is None else f'rank {rank} ({member})'}"
-            self._display.say([f"chaos: {what}"])
-            if self._run.directory is not None:
-                with contextlib.suppress(OSError):
-                    record_fault(self._run.directory / FILE, member=member, kind=kind, place="launcher")
+            self._note(member, kind, f"chaos: {what}", place="launcher")
             if rank is not None:
                 self._send(rank, FAULTS[kind])
                 if kind == "stop":

@@ -34,8 +34,11 @@ _closers: list[Callable[[], object]] = []
 _rank = 0
 
 
-def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: int | None = None) -> None:
-    """Record what happens in this process from now on, in `directory`/rank-N.ring.
+def start(
+    directory: str | os.PathLike[str], *, rank: int | None = None, size: int | None = None, member: str = ""
+) -> None:
+    """Record what happens in this process from now on, in `directory`/rank-N.ring. In an elastic run, whose ranks change, N is the
+    id of the process, `member`.
 
     Every rank calls it, with the same directory; ranks on other hosts may have one of their own. `rank` and `size` are those of
     torch.distributed's default process group unless given. Called again with the same directory, it changes nothing.
@@ -46,7 +49,7 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
     global _rank
     directory = Path(directory)
     rank, size = _place(rank, size)
-    path = directory / f"rank-{rank}.ring"
+    path = directory / f"rank-{member or rank}.ring"
     with _lock:
         if writer.active is not None:
             if writer.active.path == path:
@@ -60,7 +63,7 @@ def start(directory: str | os.PathLike[str], *, rank: int | None = None, size: i
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if directory.stat().st_uid != os.geteuid():
                 raise PermissionError(errno.EPERM, "the directory belongs to another user")
-            recorder = FlightRecorder(path, header=_header(rank, size))
+            recorder = FlightRecorder(path, header=_header(rank, size, member))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG):
                 raise
@@ -139,7 +142,7 @@ def _place(rank: int | None, size: int | None) -> tuple[int, int]:
     return rank, size
 
 
-def _header(rank: int, size: int) -> dict[str, Any]:
+def _header(rank: int, size: int, member: str = "") -> dict[str, Any]:
     import torch
 
     from gradwire.collectives.op_kinds import OpKind
@@ -147,6 +150,7 @@ def _header(rank: int, size: int) -> dict[str, Any]:
     header = {
         "rank": rank,
         "size": size,
+        "member": member,
         "pid": os.getpid(),
         "process_start": process_start(os.getpid()) or "",
         "host": socket.gethostname(),

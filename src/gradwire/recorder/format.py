@@ -91,6 +91,10 @@ class RecordKind(IntEnum):
     """`label` is what a check has found: see `writer.warn`."""
     SAMPLES = 19
     """This rank has processed `nbytes` more samples: `gradwire.observe.samples`."""
+    VIEW = 20
+    """This process has entered a view of an elastic run, number `ordinal`, as one of `nbytes` ranks, after `step` steps."""
+    STEP_COMMITTED = 21
+    """All ranks of the view have committed this step of an elastic run."""
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""The record of injected faults: a file with one JSON object in each line, to which many processes append. Without torch."""
+"""The record of faults, also of injected ones: a file with a JSON object in each line, to which many processes append. Without
+torch."""
 
 from __future__ import annotations
 

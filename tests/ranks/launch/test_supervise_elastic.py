@@ -115,7 +115,10 @@ def test_chaos_sends_signals_to_ranks_and_to_the_hub(launch, tmp_path) -> None:
         "SIGKILL to the hub",
     ]
     recorded = [json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines()]
-    assert [fault["kind"] for fault in recorded] == ["kill", "term", "stop", "hub"]
+    assert [fault["kind"] for fault in recorded if "place" in fault] == ["kill", "term", "stop", "hub"]
+    happened = ["kill", "died", "term", "left", "stop", "stopped", "hub", "ended"]
+    assert [fault["kind"] for fault in recorded] == happened
+    assert all(fault["text"] in err.decode() for fault in recorded)
     assert "1 rank died, 1 replaced, 1 left" in lines
 
 

@@ -27,6 +27,8 @@ _MOST_OF_A_KIND = 10
 _SEVERITIES = ("error", "warning", "note")
 _OF_SIGNALS = ("KeyboardInterrupt", "GroupAborted", "PeerLost")
 """Errors that a signal to the launcher causes on the ranks."""
+_OF_VIEWS = ("GroupAborted", "PeerLost", "GroupError")
+"""Errors that a rank of an elastic run survives."""
 _LONGEST = 500
 
 
@@ -80,7 +82,8 @@ def _causes(hang: SavedHang) -> str:
 
 def _failures(report: RunReport) -> Iterator[Finding]:
     interrupted = report.outcome is not None and report.outcome.signal is not None  # which the outcome names
-    for failure in find_failures(report.ranks, left_out=_OF_SIGNALS if interrupted else ())[:_MOST_OF_A_KIND]:
+    left_out = _OF_SIGNALS if interrupted else () if report.elastic is None else _OF_VIEWS
+    for failure in find_failures(report.ranks, left_out=left_out)[:_MOST_OF_A_KIND]:
         ranks, what = failure.ranks, "A step failed"
         advice = f"Look at the traceback in the output of {'these ranks' if len(ranks) > 1 else 'that rank'}."
         if failure.is_collective:
@@ -121,6 +124,8 @@ def _nonfinite(report: RunReport) -> Iterator[Finding]:
 def _endings(report: RunReport) -> Iterator[Finding]:
     ranks = report.ranks
     size = max(int(rank.header["size"]) for rank in ranks)
+    if report.elastic is not None:  # ranks come and go, which its launcher has recorded
+        ranks, size = [rank for rank in ranks if rank.member not in report.elastic.ended], 0
     if missing := sorted(set(range(size)) - {rank.rank for rank in ranks}):
         advice = "If they ran on another host, copy their files into this directory."
         yield Finding("warning", f"{_capitalized(ranks_text(missing))} of {size} left no record here", advice=advice)
@@ -131,7 +136,7 @@ def _endings(report: RunReport) -> Iterator[Finding]:
         title = f"{_capitalized(ranks_text([rank.rank for rank in gone]))} ended{at} without stopping the recorder"
         advice = "Look at the last output of these ranks, and in the system's log (dmesg) for the OOM killer."
         yield Finding("error", title, "They were killed, crashed, or left by os._exit.", advice)
-    last = max(rank.last_step for rank in ranks)
+    last = max((rank.last_step for rank in ranks if size), default=0)
     early = [rank for rank in ranks if rank.ended and 0 <= rank.last_step < last - 1]
     for rank in early[:_MOST_OF_A_KIND]:
         title = f"Rank {rank.rank} stopped recording in step {rank.last_step}; others went on to step {last}"

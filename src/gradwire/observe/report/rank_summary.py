@@ -100,6 +100,11 @@ class RankSummary:
         self.failures = list(ring.of_kind(*failed))[-_KEPT_EVENTS:]
         self.warnings = warning_records(ring)
         """What checks have found, the first and the last."""
+        self.member = str(ring.header.get("member", ""))
+        """The id of the process in an elastic run."""
+        self.marks = list(ring.of_kind(RecordKind.VIEW, RecordKind.STEP_COMMITTED))
+        self.committed = max((r.step + 1 for r in self.marks if r.kind is RecordKind.STEP_COMMITTED), default=0)
+        """How many steps of an elastic run were committed when it has committed its last."""
         self.pending: list[Operation] = []
         """Operations that have not finished."""
         self.traffic: dict[TrafficKey, Traffic] = {}
@@ -114,7 +119,8 @@ class RankSummary:
             elif not operation.error:
                 record, duration = operation.record, operation.ended - operation.submitted
                 hook = hooks.get((record.step, record.bucket), "") if record.bucket >= 0 else ""
-                key = TrafficKey(hook, record.op, record.group)
+                group = "all views" if self.member and record.group.startswith("view ") else record.group
+                key = TrafficKey(hook, record.op, group)
                 self.traffic.setdefault(key, Traffic()).add(1, record.nbytes, [duration])
                 if self.steps and self.steps[0].start < operation.ended <= self.steps[-1].end:
                     self.sent += sent_bytes_of(

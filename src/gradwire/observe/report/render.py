@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from gradwire.observe.report.charts import bin_steps, heat_map, history, phase_style, phases, timeline
+from gradwire.observe.report.elastic_summary import ElasticSummary
 from gradwire.observe.report.findings import find
 from gradwire.observe.report.report_model import PHASES, TRIMMED, RunReport
 from gradwire.observe.stragglers.steps import Phase
@@ -20,6 +21,7 @@ MOST_RANKS = 64
 _MOST_BARS = 32
 _MOST_BUCKETS = 100
 _MOST_TRAFFIC = 40
+_MOST_VIEWS = 200
 
 
 def render_page(report: RunReport) -> str:
@@ -28,6 +30,7 @@ def render_page(report: RunReport) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.globals["summary_line"] = summary_line
     environment.filters.update(duration=duration, size=size, phase_style=phase_style, clock=clock)
     return environment.get_template("page.html").render(facts(report))
 
@@ -62,6 +65,8 @@ def facts(report: RunReport) -> dict[str, Any]:
         "traffic": traffic[:_MOST_TRAFFIC],
         "traffic_left_out": max(0, len(traffic) - _MOST_TRAFFIC),
         "shown_ranks": report.ranks[:MOST_RANKS],
+        "views": [] if report.elastic is None else report.elastic.views[-_MOST_VIEWS:],
+        "faults": [] if report.elastic is None else report.elastic.faults[-_MOST_VIEWS:],
         "records": sum(rank.records for rank in report.ranks),
     }
 
@@ -92,6 +97,8 @@ def _hosts(report: RunReport) -> dict[str, list[int]]:
 
 def _groups(report: RunReport) -> list[dict[str, Any]]:
     groups = [one for rank in report.ranks for one in rank.descriptions.get("group", [])]
+    if report.elastic is not None:  # views have their own section
+        groups = [one for one in groups if not one["name"].startswith("view ")]
     return list({(one["name"], one["kind"], one["size"]): one for one in groups}.values())[:MOST_RANKS]
 
 
@@ -130,6 +137,8 @@ def _lines(report: RunReport) -> Iterator[str]:
         ):
             if text:
                 yield from textwrap.wrap(text, WIDTH, initial_indent=mark, subsequent_indent="    ")
+    if report.elastic is not None:
+        yield from _elastic(report.elastic)
     if report.steps:
         yield from _steps(report)
     if report.lateness:
@@ -147,7 +156,7 @@ def _lines(report: RunReport) -> Iterator[str]:
     yield from ("", "Ranks")
     ranks = [
         (
-            str(rank.rank),
+            rank.member or str(rank.rank),
             str(rank.header["host"]),
             str(rank.header["pid"]),
             "ended" if rank.ended else rank.state.value,
@@ -157,6 +166,27 @@ def _lines(report: RunReport) -> Iterator[str]:
         for rank in report.ranks
     ]
     yield from table([("rank", "host", "process", "state", "records", "steps"), *ranks], right=4)
+
+
+def _elastic(run: ElasticSummary) -> Iterator[str]:
+    yield from ("", f"Views: {summary_line(run)}")
+    rows = [
+        (str(view.epoch), clock(view.time), str(view.step), str(len(view.members)), text) for view, text in run.views
+    ]
+    yield from table([("view", "began", "after step", "ranks", "what has changed"), *rows[-_MOST_VIEWS:]], right=5)
+    for number, member in enumerate(run.views[-1][0].members):
+        yield f"  rank {number} is {member}"
+    if run.faults:
+        yield from ("", f"Faults: {len(run.faults)}")
+    for fault in run.faults[-_MOST_VIEWS:]:
+        mark = f"  {clock(fault.time)}  "
+        yield from textwrap.wrap(fault.text, WIDTH, initial_indent=mark, subsequent_indent="    ")
+
+
+def summary_line(run: ElasticSummary) -> str:
+    """How many steps were committed, and what that took."""
+    retried = f"{plural(run.retried, 'step')} computed again" if run.retried else "no step computed again"
+    return f"{plural(run.committed, 'step')} committed, {retried}, goodput {run.goodput:.1%}"
 
 
 def _steps(report: RunReport) -> Iterator[str]:

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 from gradwire.errors import UsageError
 from gradwire.observe.hangs.hang_report import SavedHang, saved_hangs
+from gradwire.observe.report.elastic_summary import summarize_views
 from gradwire.observe.report.rank_summary import RankSummary, total_traffic
 from gradwire.observe.rings.clocks import AlignedRings, Alignment, align
 from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, operations, ranks_apart
 from gradwire.observe.rings.ring import Ring, RingFile, nothing_recorded, read_ring
 from gradwire.observe.rings.run_outcome import RunOutcome
 from gradwire.observe.rings.run_outcome import load as load_outcome
+from gradwire.observe.rings.views import read_faults
 from gradwire.observe.run_warnings import FirstNonFinite, find_nonfinite
 from gradwire.observe.stragglers.detect import ready_times, stragglers_over_time
 from gradwire.observe.stragglers.steps import Phase, Span, StepTimes, spans
@@ -98,13 +100,18 @@ class RunReport:
             self.clocks = align(rings)
             rings = AlignedRings(rings, self.clocks)
             self.ranks = [RankSummary(ring) for ring in rings]
+        self.elastic = summarize_views(self.ranks, read_faults(Path(directory)) if directory else [])
+        """The views of an elastic run."""
         times = {rank.rank: rank.steps for rank in self.ranks}
         self.steps = _step_rows(times)
         self.phases = {rank: _mean_phases(steps) for rank, steps in times.items()}
         """By rank: seconds per step."""
         self.timelines = _timelines(rings, self.steps, times)
         self.traffic = total_traffic(self.ranks)
-        self.lateness = _lateness(times)
+        members = () if self.elastic is None else self.elastic.views[-1][0].members
+        self.lateness = _lateness(
+            {rank.rank: rank.steps for rank in self.ranks if not members or rank.member in members}
+        )
         """By rank and step: how long after the first rank it was ready, in seconds."""
         self.stragglers = stragglers_over_time(times)
 

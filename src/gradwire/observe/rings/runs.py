@@ -13,6 +13,7 @@ from pathlib import Path
 from gradwire.errors import UsageError
 from gradwire.observe.rings.ring import RingFile, state_of_writer
 from gradwire.observe.rings.run_outcome import FILE
+from gradwire.runtime.fault_record import FILE as FAULTS
 from gradwire.runtime.host import ProcessState, clock_identity, process_start
 from gradwire.runtime.private_file import write_private
 
@@ -84,7 +85,15 @@ def clear_run(run: Path) -> None:
     (run / FILE).unlink(missing_ok=True)  # in any case, as the next run has yet to end
     if _is_in_use(run):
         return
-    for kind in ("rank-*.ring", "rank-*.names", "rank-*.stacks", "rank-*.awaited", "hang-*.json", "rank-*error"):
+    for kind in (
+        "rank-*.ring",
+        "rank-*.names",
+        "rank-*.stacks",
+        "rank-*.awaited",
+        "hang-*.json",
+        "rank-*error",
+        FAULTS,
+    ):
         for path in run.glob(kind):
             path.unlink(missing_ok=True)
 
