@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from gradwire.cli.arguments import add_run, run_directory
 from gradwire.errors import UsageError
 from gradwire.observe.rings.clocks import align
 from gradwire.observe.rings.ring import load_rings
-from gradwire.observe.trace import ProfilerTraces, write_trace
+from gradwire.observe.trace import ProfilerTraces, fault_events, write_trace
 from gradwire.observe.units import plural
 
 
@@ -39,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     output: Path = args.output
     profiles = ProfilerTraces(rings, args.profiler)
     try:
-        events = write_trace(rings, output, profiles.events() if args.profiler else ())
+        more = itertools.chain(fault_events(directory, rings), profiles.events() if args.profiler else ())
+        events = write_trace(rings, output, more)
     except OSError as error:
         raise UsageError(f"gradwire trace -o {output}: {error.strerror}.") from None
     records = plural(sum(len(ring.records) for ring in rings), "record")

@@ -24,6 +24,7 @@ from gradwire.errors import UsageError
 from gradwire.observe.rings.clocks import Alignment, align, aligned
 from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, operations, ranks_apart
 from gradwire.observe.rings.ring import Record, Ring
+from gradwire.observe.rings.views import read_faults
 from gradwire.observe.stragglers.steps import Phase, spans
 from gradwire.recorder.format import RecordKind
 
@@ -71,6 +72,21 @@ def trace_events(rings: Sequence[Ring]) -> Iterator[Event]:
         yield from _rank_events(ring, origin)
 
 
+def fault_events(directory: Path, rings: Sequence[Ring]) -> Iterator[Event]:
+    """Marks for what has happened to processes of an elastic run, as exact as the wall clock of the first rank's host."""
+    if faults := read_faults(directory):
+        header = rings[0].header
+        shift = int(header["started"]) - int(header["started_wall"]) - beginning(aligned(ranks_apart(rings)))
+        places = {ring.header.get("member"): ring.rank for ring in rings}
+        for fault in faults:
+            place = {
+                "pid": places.get(fault.member, rings[0].rank),
+                "tid": _STEP,
+                "ts": (fault.time * 1e9 + shift) / 1e3,
+            }
+            yield {"ph": "i", "name": fault.text, "s": "g", "cat": "fault", **place}
+
+
 def beginning(rings: Sequence[Ring]) -> int:
     """The beginning of the trace of these rings, which are on one clock."""
     return min((r.time - r.duration for ring in rings for r in ring.records), default=0)
@@ -83,7 +99,8 @@ def _rank_events(ring: Ring, origin: int) -> Iterator[Event]:
     def meta(what: str, track: int, **arguments: Any) -> Event:
         return {"ph": "M", "pid": ring.rank, "tid": track, "name": what, "args": arguments}
 
-    yield meta("process_name", 0, name=f"rank {ring.rank} ({ring.header['host']}, process {ring.pid})")
+    who = ring.header.get("member") or f"rank {ring.rank}"
+    yield meta("process_name", 0, name=f"{who} ({ring.header['host']}, process {ring.pid})")
     yield meta("process_sort_index", 0, sort_index=ring.rank)
     found = operations(ring.records)
     rows = list(tracks(ring, found))
@@ -139,6 +156,11 @@ def tracks(ring: Ring, found: Sequence[Operation]) -> Iterator[Track]:
     wire: dict[str, list[TraceSlice]] = {}
     for operation in found:
         wire.setdefault(operation.record.group, []).append(_wire(operation, hook_of.get(id(operation)), end))
+    views = [record for record in ring.records if record.kind is RecordKind.VIEW]
+    ends = [record.time for record in views[1:]] + [end]
+    if views:
+        names = [f"view {view.ordinal}: rank {view.rank} of {view.nbytes}" for view in views]
+        yield "view", [TraceSlice(n, v.time, stop, {"step": v.step}) for n, v, stop in zip(names, views, ends)]
     yield from _apart("buckets", buckets)
     yield from _apart("hook", hooks)
     for group, slices in sorted(wire.items()):
