@@ -25,6 +25,7 @@ def picture(status: RunStatus, columns: int, lines: int) -> Group:
     """The view, at most `columns` wide and `lines` high; of many ranks, those that are worth a look."""
     console = Console(width=columns, file=io.StringIO())
     below = [_summary(status)]
+    below += [Text(text) for text in (status.view, status.members) if text]
     if status.warning:
         below.append(Text(f"last warning: {status.warning}", style="yellow"))
     room = lines - 2 - sum(len(part.wrap(console, columns)) for part in below)

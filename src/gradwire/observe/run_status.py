@@ -16,6 +16,7 @@ from gradwire.errors import UsageError
 from gradwire.observe.hangs.analysis import find_waiting
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.run_follower import RunFollower
+from gradwire.observe.rings.views import changed, read_faults
 from gradwire.observe.run_warnings import find_nonfinite, merge_warnings
 from gradwire.observe.stragglers.detect import StragglerWatch, describe, medians_of_others, ready_times, slow_ranks
 from gradwire.observe.stragglers.steps import Phase, StepTimes
@@ -92,6 +93,10 @@ class RunStatus(StepFigures):
     """The rank that is last in most steps, if one is, by a noticeable time."""
     warning: str = ""
     """The last one."""
+    view: str = ""
+    """Of an elastic run: the present view, and what has changed with it."""
+    members: str = ""
+    """Of an elastic run: which process each rank is."""
     ending: str = ""
     """How the run has ended, as its launcher has saved it; empty before, and with other launchers."""
 
@@ -201,6 +206,8 @@ def stats_line(status: RunStatus) -> str:
         parts.append(status.ending)
     elif ended and status.seconds:
         parts.append(f"{plural(len(ended), 'rank')} ended or stopped")
+    if status.view:
+        parts.append(status.view)
     return ", ".join(parts) + (f"; last warning: {status.warning}" if status.warning else "")
 
 
@@ -273,7 +280,10 @@ class RunMonitor:
         """Look, and return the lines to print: stragglers, and figures if their interval is over."""
         now = time.monotonic()
         self._next_look = now + PERIOD
+        before = self.run.views
         self.run.look()
+        if self.run.views != before:  # ranks have other numbers
+            self.stragglers = StragglerWatch()
         lines = self.stragglers.check({rank.rank: rank.folder.steps for rank in self.run.local_ranks}, now)
         self.note(lines)
         if self._stats is not None and now >= self._since + self._stats:
@@ -326,12 +336,20 @@ class RunMonitor:
             rank.rank: RankFacts(rank.folder.steps, states[rank.rank], rank.step, _doing(rank, states[rank.rank], now))
             for rank in local
         }
-        size = max([self._size, *(int(rank.header["size"]) for rank in local)])
+        size, views = max([self._size, *(int(rank.header["size"]) for rank in local)]), self.run.views
+        if views:
+            size = len(views[-1].members)
         slow = frozenset(one.rank for one in self.stragglers.current)
         waiting = find_waiting(local, now, deadline=_LONG_WAIT)
         status = run_status(facts, size=size, now=now, since=since, slow=slow, warning=self._last_warning())
         if waiting is not None:
             status = replace(status, missing=waiting.missing)
+        if views:
+            change = changed(views[0] if len(views) > 1 else None, views[-1], read_faults(self.run.directory))
+            view = f"view {views[-1].epoch} of {plural(size, 'rank')} since step {views[-1].step}"
+            pids = {rank.member: f" (process {rank.header['pid']})" for rank in local}
+            members = ", ".join(f"rank {n} {one}{pids.get(one, '')}" for n, one in enumerate(views[-1].members))
+            status = replace(status, view=f"{view}{f' ({change})' if change else ''}", members=members)
         outcome = self.run.outcome
         return status if outcome is None else replace(status, ending=outcome.text or "ended without an error")
 

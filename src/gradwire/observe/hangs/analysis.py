@@ -148,6 +148,8 @@ class Suspect:
     parameters: tuple[str, ...] = ()
     """Those of the bucket without a gradient, if that is `certain`; else all of the bucket, one of which has none."""
     certain: bool = False
+    member: str = ""
+    """The id of its process in an elastic run."""
 
 
 def find_waiting(
@@ -280,7 +282,8 @@ def _suspect(
     names, certain = _missing_parameters(member, waiting, awaited) if bucket >= 0 else ((), False)
     where = user_line(frames, header)
     pid = int(header["pid"])
-    return Suspect(member.rank, pid, cause, state, tuple(frames), where, others, other, bucket, names, certain)
+    name = member.progress.member
+    return Suspect(member.rank, pid, cause, state, tuple(frames), where, others, other, bucket, names, certain, name)
 
 
 def _missing_parameters(

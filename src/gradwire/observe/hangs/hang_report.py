@@ -80,7 +80,8 @@ def _alike(suspects: Iterable[Suspect]) -> list[list[Suspect]]:
 
 def _suspect_lines(group: Sequence[Suspect], frames: int) -> list[str]:
     suspect = group[0]
-    process = f"process{'es' if len(group) > 1 else ''} {', '.join(str(one.pid) for one in group)}"
+    names = [f"{one.member} {one.pid}".strip() for one in group]
+    process = f"process{'es' if len(group) > 1 else ''} {', '.join(names)}"
     states = dict.fromkeys(one.state.value for one in group if one.state is not ProcessState.GONE)
     other = described(suspect.other) if suspect.other is not None else ""
     at = f": {_short(suspect.where)}" if suspect.where else f": {other}" if other else ""

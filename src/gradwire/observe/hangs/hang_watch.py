@@ -46,7 +46,7 @@ from gradwire.runtime.private_file import write_private
 
 PERIOD = 0.5
 """Seconds between two looks."""
-_TORCH_WAITS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/")
+_TORCH_WAITS = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/", "/gradwire/elasticity/performer.py")
 _MARGIN = 0.01
 _TIMES_LONGEST = 2
 _MOST_FILES = 50
@@ -259,9 +259,9 @@ def report_for_error(directory: Path) -> list[str]:
 def idle_seconds(ranks: Sequence[RankProgress], now: int, *, deadline: float = SOFT_DEADLINE) -> float | None:
     """For how long no rank has made progress, if that is longer than `deadline` and ten times as long as a step. None where
     groups of gradwire are recorded, whose collectives show more, and before the first step."""
-    if len(ranks) < 2 or any(rank.groups or not rank.forwards for rank in ranks):
+    if len(ranks) < 2 or any((rank.groups or not rank.forwards) and not rank.member for rank in ranks):
         return None
-    seconds = min((now - rank.last[-1].time) / 1e9 for rank in ranks)
+    seconds = min(((now - rank.last[-1].time) / 1e9 for rank in ranks if rank.last), default=0.0)
     usual = TIMES_USUAL * max(rank.usual_step for rank in ranks)
     return seconds if seconds > max(deadline, usual) else None
 
@@ -284,7 +284,8 @@ def find_stall(
             waiting.append((rank, where))
         else:
             cause = process_cause(state(rank), main)
-            suspects.append(Suspect(rank.rank, int(rank.header["pid"]), cause, state(rank), frames, where))
+            pid = int(rank.header["pid"])
+            suspects.append(Suspect(rank.rank, pid, cause, state(rank), frames, where, member=rank.member))
     if not waiting or not suspects:
         return None
     numbers = tuple(sorted(rank.rank for rank, _ in waiting))

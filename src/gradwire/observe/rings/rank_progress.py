@@ -51,6 +51,11 @@ class RankProgress:
         """What records refer to: see `FlightRecorder.describe`."""
 
     @property
+    def member(self) -> str:
+        """The id of the process in an elastic run; empty in others."""
+        return str(self.header.get("member", ""))
+
+    @property
     def ended(self) -> bool:
         """Whether the rank has stopped its recorder, as programs do that end by themselves."""
         return bool(self.descriptions.get("end"))
@@ -77,7 +82,7 @@ class RankProgress:
         kind = record.kind
         if record.step > self.step and kind is not RecordKind.WARNING:  # which may be about another step
             self.step = record.step
-        if kind is RecordKind.GROUP:
+        if kind in (RecordKind.GROUP, RecordKind.VIEW):
             self.groups.setdefault(record.group_id, {})[record.rank] = record.nbytes
             return
         if record.group_id and record.rank not in self.groups.get(record.group_id, ()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from gradwire.observe.hangs.stacks import Stack, read_stacks
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import Record, RingFile, state_of_writer
 from gradwire.observe.rings.run_outcome import RunOutcome, load
+from gradwire.observe.rings.views import RunView, read_views
 from gradwire.recorder.format import NO_PEER, RecordKind, record_dtype
 from gradwire.runtime.host import ProcessState, clock_identity
 
@@ -35,16 +37,21 @@ class RunFollower:
     def __init__(self, directory: Path, *, since: int | None = None, tail: int | None = None) -> None:
         self.directory = directory
         self.ranks: dict[int, RankProgress] = {}
-        """What is known of each rank."""
+        """What is known of each rank; in an elastic run of those that are ranks now."""
+        self.views: list[RunView] = []
+        """The view before the present one, and the present one; empty if the run is not elastic."""
         self._since, self._tail = since, tail
         self._clock = clock_identity()
         self._followers: dict[Path, RingFollower] = {}
+        self._processes: dict[Path, RankProgress] = {}
+        self._over: set[Path] = set()
+        """The rings of processes that are gone, and in no view any more."""
         self.damage: dict[str, str] = {}
         """By the name of a file: why it is left out."""
 
     def look(self) -> None:
         """Read what ranks have written since the last look."""
-        for path in self.directory.glob("rank-*.ring"):
+        for path in set(self.directory.glob("rank-*.ring")) - self._over:
             if path in self._followers and self._followers[path].is_replaced():  # a rank was started again
                 self._followers.pop(path).close()
             if path not in self._followers:
@@ -60,17 +67,37 @@ class RunFollower:
                     follower.close()
                     continue
                 self._followers[path] = follower
-                number = int(follower.header["rank"])
-                self.ranks[number] = RankProgress(number, follower.header)
-            follower = self._followers[path]
-            rank = self.ranks[int(follower.header["rank"])]
+                self._processes[path] = RankProgress(int(follower.header["rank"]), follower.header)
+            follower, rank = self._followers[path], self._processes[path]
             before, records = follower.poll_split(rank.pending)
             rank.update(records, before)
+        self.ranks = {rank.rank: rank for rank in self._processes.values()}
+        self._read_views()
+
+    def _read_views(self) -> None:
+        """Of an elastic run: number the ranks as in the present view, and leave out processes that are gone."""
+        elastic = [path for path, rank in self._processes.items() if rank.member]
+        described = [self._followers[path].read_descriptions().get("view", [])[-2:] for path in elastic]
+        views = {view.epoch: view for view in [*self.views, *read_views(itertools.chain(*described))]}
+        self.views = [views[epoch] for epoch in sorted(views)[-2:]]
+        if not self.views:
+            return
+        members = self.views[-1].members
+        for path in elastic:
+            rank = self._processes[path]
+            if rank.member in members:
+                rank.rank = members.index(rank.member)
+            elif self.state(rank) is ProcessState.GONE:
+                self._over.add(path)
+                self._followers.pop(path).close()
+                del self._processes[path]
+        ranks = {rank.rank: rank for rank in self._processes.values() if rank.member in members}
+        self.ranks = {n: rank for n, rank in ranks.items() if self.state(rank) is not ProcessState.GONE} or ranks
 
     def read_descriptions(self) -> None:
         """Read what ranks have described: which parameters their buckets hold."""
-        for follower in self._followers.values():
-            self.ranks[int(follower.header["rank"])].descriptions = follower.read_descriptions()
+        for path, follower in self._followers.items():
+            self._processes[path].descriptions = follower.read_descriptions()
 
     @property
     def local_ranks(self) -> list[RankProgress]:
@@ -104,7 +131,9 @@ class RunFollower:
         """The stacks of these ranks, read at the same time, the main thread's first; none of those whose process is gone."""
         gone = (ProcessState.GONE, ProcessState.UNKNOWN)
         asked = {rank.rank: rank.header for rank in ranks if self.state(rank) not in gone}
-        paths = {number: self.directory / f"rank-{number}.stacks" for number in asked}
+        paths = {
+            number: self.directory / f"rank-{header.get('member') or number}.stacks" for number, header in asked.items()
+        }
         found = read_stacks({paths[number]: header for number, header in asked.items()}, within=within)
         return {number: found[path] for number, path in paths.items()}
 
@@ -112,12 +141,11 @@ class RunFollower:
         """Ask these ranks which gradients they wait for; what is returned returns the answers that have come in time."""
         silent = (ProcessState.GONE, ProcessState.UNKNOWN, ProcessState.STOPPED)
         since = time.monotonic_ns()
-        asked = [
-            rank.rank
+        paths = {
+            rank.rank: self.directory / f"rank-{rank.member or rank.rank}{SUFFIX}"
             for rank in ranks
             if (how := rank.descriptions.get(SUBJECT)) and self.state(rank) not in silent and ask(rank.header, how[-1])
-        ]
-        paths = {rank: self.directory / f"rank-{rank}{SUFFIX}" for rank in asked}
+        }
         return functools.partial(read_answers, paths, since=since, within=within)
 
     def close(self) -> None:
