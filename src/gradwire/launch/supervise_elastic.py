@@ -13,7 +13,6 @@ import secrets
 import selectors
 import signal
 import socket
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from gradwire.launch.replacement import HubFacts, Replacement, Verdict
 from gradwire.launch.screen import RankStream
 from gradwire.launch.shutdown import Ending, described
 from gradwire.launch.supervise import COMPANIONS, LaunchSpec, Supervisor
+from gradwire.observe.rings.views import ENDS
 from gradwire.observe.units import plural
 from gradwire.runtime.fault_record import FILE, record_fault
 from gradwire.runtime.rank_error import MAIN, THREAD
@@ -37,7 +37,7 @@ _PERIOD = 0.1
 """Seconds between two looks at the state of all processes."""
 _HUB_PAUSE = 1.0
 """Seconds from one start of a hub that ends by itself to the next; one that was killed is started again at once."""
-_MOST_RECORDED = 50
+MOST_RECORDED = 50
 _STOP = 2.0
 """Seconds for which a rank is stopped by `--chaos`."""
 
@@ -82,7 +82,8 @@ class ElasticSupervisor(Supervisor):
         """Processes whose companions still run, and until when: see Note [When everything has been read]."""
         self._stopped, self._suspended = frozenset[str](), set[str]()
         """Members that were stopped at the last look, and those that are marked as gone for it."""
-        self._recorded: deque[str] = deque()
+        self._ended: list[str] = []
+        """Processes that have died or left and are recorded. A ring takes 5 MiB, so the last ones are kept."""
         self._trains_since = math.inf
         """When the first view was seen; only for `--chaos`."""
         self._next_period = self._hub_started = 0.0
@@ -155,7 +156,6 @@ class ElasticSupervisor(Supervisor):
             elif delay is not None:
                 what += f"; replaced by {places[number].member}{f' in {delay:.0f} s' if delay else ''}"
             self._note(member, verdict.value, f"rank {number} ({member}) {what}")
-            self._out_of_run(member)
             self._part_with(number)
             if delay is None:
                 self._shutdown.retire(number)
@@ -239,19 +239,16 @@ class ElasticSupervisor(Supervisor):
         self._suspended = (self._suspended | self._stopped) & numbers.keys()
         self._stopped = frozenset(numbers)
 
-    def _out_of_run(self, member: str) -> None:
-        """Keep the records of the last processes that have died or left: each takes 5 MiB."""
-        self._recorded.append(member)
-        if len(self._recorded) > _MOST_RECORDED and self._run.directory is not None:
-            for path in self._run.directory.glob(f"rank-{self._recorded.popleft()}.*"):
-                path.unlink(missing_ok=True)
-
     def _note(self, member: str, kind: str, text: str, **facts: str) -> None:
         """Show what has happened to a process, and record it for reports."""
         self._display.say([text])
-        if self._run.directory is not None:
-            with contextlib.suppress(OSError):
-                record_fault(self._run.directory / FILE, member=member, kind=kind, text=text, **facts)
+        if (directory := self._run.directory) is None:
+            return
+        with contextlib.suppress(OSError):
+            record_fault(directory / FILE, member=member, kind=kind, text=text, **facts)
+        self._ended += [member] * (kind in ENDS)
+        for path in directory.glob(f"rank-{self._ended.pop(0)}.*") if len(self._ended) > MOST_RECORDED else ():
+            path.unlink(missing_ok=True)
 
     def _mark(self, member: str, *, gone: bool) -> None:
         self._calls.add(lambda run: run.mark(member, gone=gone))

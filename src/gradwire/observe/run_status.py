@@ -252,6 +252,7 @@ class RunMonitor:
         self._since = time.monotonic()
         self._next_look = self._since
         self._works = True
+        self._epoch = -1
         self._warning: tuple[float, str] = (0.0, "")
         self._last_line = self._warned = ""
 
@@ -280,10 +281,9 @@ class RunMonitor:
         """Look, and return the lines to print: stragglers, and figures if their interval is over."""
         now = time.monotonic()
         self._next_look = now + PERIOD
-        before = self.run.views
         self.run.look()
-        if self.run.views != before:  # ranks have other numbers
-            self.stragglers = StragglerWatch()
+        if (epoch := max((view.epoch for view in self.run.views), default=-1)) != self._epoch:
+            self._epoch, self.stragglers = epoch, StragglerWatch()  # ranks have other numbers
         lines = self.stragglers.check({rank.rank: rank.folder.steps for rank in self.run.local_ranks}, now)
         self.note(lines)
         if self._stats is not None and now >= self._since + self._stats:

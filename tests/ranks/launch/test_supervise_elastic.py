@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.launch import supervise_elastic
 from gradwire.launch.hub_host import HubHost
 from gradwire.launch.supervise_elastic import ElasticPlan
 from helpers.waiting import wait_until
@@ -130,3 +131,17 @@ def test_a_script_that_cannot_start_is_given_up(launch, tmp_path) -> None:
     assert code == 1
     assert len(re.findall(rb"died: ValueError: not on \d \(exit code 1, after .*\); replaced by ", err)) == 4
     assert re.search(rb"rank \d failed (first )?\(exit code 1, (.|\n)*[56] ranks died, 4 replaced, 0 left", err)
+
+
+def test_the_records_of_the_last_processes_that_have_ended_are_kept(launch, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(supervise_elastic, "MOST_RECORDED", 2)
+    hub = HubHost(tmp_path / "hub.records", b"a key")
+    plan = ElasticPlan(2, "2:4", hub.address, b"a key", hub)
+    record = "import pathlib; pathlib.Path(folder, f'rank-{os.environ[\"GRADWIRE_MEMBER\"]}.ring').touch()"
+    launch(f"{record}; raise ValueError", 2, plan=plan, directory=tmp_path)
+    hub.close()
+    ended = [json.loads(line)["member"] for line in (tmp_path / "faults.jsonl").read_text().splitlines()]
+    kept = {path.stem.removeprefix("rank-") for path in tmp_path.glob("rank-*.ring")}
+    assert len(ended) == 4
+    assert kept.isdisjoint(ended[:2])
+    assert kept.issuperset(ended[2:])

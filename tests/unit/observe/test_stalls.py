@@ -81,3 +81,18 @@ def test_the_rank_that_stands_elsewhere_is_named(rank, frames, state, cause, whe
 @pytest.mark.parametrize("frames", [(ENGINE, LOOP), (USER, LOOP)])
 def test_nothing_is_reported_if_all_ranks_do_the_same(rank, frames):
     assert stall_of([rank(0), rank(1)], {0: frames, 1: frames}) is None
+
+
+def test_the_member_without_which_there_is_no_view_is_named(rank, record):
+    ranks = [rank(n) for n in range(3)]
+    for one in ranks:
+        one.header = {**one.header, "member": f"m-{one.rank + 5}"}
+        one.update([record(K.VIEW, 10 * S, rank=one.rank, group="view 1", nbytes=3)])
+    assert idle_seconds(ranks, 60 * S) == 50.0
+    settle = Frame("/lib/gradwire/elasticity/performer.py", 9, "settle")
+    found = stall_of(ranks, {0: (settle, LOOP), 1: (USER, LOOP), 2: (settle, LOOP)})
+    assert found is not None
+    first, second, *_ = report_lines(found[0], found[1])
+    assert first.startswith("ranks 0, 2 have waited for 11.0 s in step 10, in <module>() at /home/me/train.py:40")
+    assert first.endswith("(in a change of members)")
+    assert "rank 1 (process m-6 101, sleeping): it is in user code" in second

@@ -126,6 +126,8 @@ class Stall:
     step: int
     where: Frame | None
     """The line of user code in which the first of them waits."""
+    why: str = "collectives are not recorded"
+    """Why nothing more is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def _what(wait: LongWait | Stall) -> str:
     if isinstance(wait, LongWait):
         return described(wait.record)
     where = f", in {_short(wait.where)}" if wait.where else ""
-    return f"step {wait.step}{where} (collectives are not recorded)"
+    return f"step {wait.step}{where} ({wait.why})"
 
 
 def _explanation(wait: LongWait, suspects: Sequence[Suspect]) -> list[str]:

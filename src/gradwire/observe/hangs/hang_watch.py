@@ -8,7 +8,7 @@ operation are counted there, and reported again only if one takes more than twic
 Note [Stalls]
 Of torch's own DDP over torch's own groups collectives are not recorded. If no rank has written anything for far longer than a step
 takes, and the main threads of some are inside torch's communication or backward while others are elsewhere, then the former
-wait for the latter.
+wait for the latter. So it is with members of an elastic run that wait for the next view, which is no collective either.
 """
 
 from __future__ import annotations
@@ -289,4 +289,5 @@ def find_stall(
     if not waiting or not suspects:
         return None
     numbers = tuple(sorted(rank.rank for rank, _ in waiting))
-    return Stall(seconds, numbers, max(rank.step for rank, _ in waiting), waiting[0][1]), suspects
+    why = {"why": "in a change of members"} if waiting[0][0].member else {}
+    return Stall(seconds, numbers, max(rank.step for rank, _ in waiting), waiting[0][1], **why), suspects

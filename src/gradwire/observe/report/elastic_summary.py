@@ -24,7 +24,7 @@ class ElasticSummary:
     retried: int
     """How many steps were begun, dropped, and computed again."""
     goodput: float
-    """The share of time, as far as it is recorded, that ranks were in steps that were committed in the same view."""
+    """The share of time, as far as it is recorded, that ranks were in steps that were committed."""
     ended: frozenset[str]
     """Processes whose end the launcher has recorded: others went on without them."""
 
@@ -35,7 +35,8 @@ def summarize_views(ranks: Sequence[RankSummary], faults: Sequence[ProcessFault]
     if not views:
         return None
     rows = [(view, changed(before, view, faults)) for before, view in zip([None, *views], views)]
-    last = max([views[-1].step, *(rank.committed for rank in ranks)])
+    committed = RecordKind.STEP_COMMITTED
+    last = max([views[-1].step, *(mark.step + (mark.kind is committed) for rank in ranks for mark in rank.marks)])
     ended = frozenset(fault.member for fault in faults if fault.kind in ENDS)
     return ElasticSummary(
         rows, faults, last - views[0].step, sum(view.retried for view in views), _goodput(ranks), ended
@@ -44,7 +45,7 @@ def summarize_views(ranks: Sequence[RankSummary], faults: Sequence[ProcessFault]
 
 def _goodput(ranks: Sequence[RankSummary]) -> float:
     """Of the time since which the records of all ranks are complete. A step began when the one before was committed, or with the
-    view; where the next record is that of another view, it was not committed, or only with its help."""
+    view; where the next mark is that of a view, the time until then was lost."""
     marked = [rank for rank in ranks if rank.marks]
     begin = max((rank.marks[0].time for rank in marked if rank.lost), default=0)
     begin = max(begin, min((rank.marks[0].time for rank in marked), default=0))

@@ -103,8 +103,7 @@ class RankSummary:
         self.member = str(ring.header.get("member", ""))
         """The id of the process in an elastic run."""
         self.marks = list(ring.of_kind(RecordKind.VIEW, RecordKind.STEP_COMMITTED))
-        self.committed = max((r.step + 1 for r in self.marks if r.kind is RecordKind.STEP_COMMITTED), default=0)
-        """How many steps of an elastic run were committed when it has committed its last."""
+        """When it has entered views of such a run, and committed steps."""
         self.pending: list[Operation] = []
         """Operations that have not finished."""
         self.traffic: dict[TrafficKey, Traffic] = {}
