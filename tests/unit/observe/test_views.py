@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from gradwire.observe.hangs.hang_watch import HangWatch
 from gradwire.observe.report.findings import find
 from gradwire.observe.report.render import render_page, render_text
 from gradwire.observe.report.report_model import RunReport
 from gradwire.observe.rings.ring import Ring
 from gradwire.observe.rings.run_follower import RunFollower
+from gradwire.observe.rings.run_outcome import RankOutcome, RunOutcome
 from gradwire.observe.rings.runs import clear_run
 from gradwire.observe.rings.views import read_faults
 from gradwire.observe.run_status import RunMonitor, stats_line
@@ -123,6 +125,28 @@ def test_only_an_end_that_the_launcher_has_not_recorded_is_an_error(tmp_path: Pa
     assert [one.severity for one in find(RunReport(of_run, directory=tmp_path))].count("error") == 1
     died(tmp_path)
     assert {one.severity for one in find(RunReport(of_run, directory=tmp_path))} <= {"note"}
+
+
+def test_a_launcher_that_has_seen_the_end_of_the_run_has_seen_all_ends(tmp_path: Path) -> None:
+    outcome = RunOutcome("rank 0 failed (exit code 1)", 0, None, (RankOutcome(0, 1, stopped=False),))
+    titles = [
+        one.title for one in find(RunReport(rings(), directory=tmp_path, outcome=outcome)) if one.severity == "error"
+    ]
+    assert titles == ["Rank 0 failed (exit code 1)"]
+
+
+def test_nobody_waits_when_all_members_have_died(tmp_path: Path) -> None:
+    for ring in rings():
+        collective = {"group": "view", "ordinal": 9, "seq": 9, "op": "all_reduce", "rank": ring.rank // 2}
+        waits = [
+            made(50 + n, (120 + n) * MS, kind, **collective)
+            for n, kind in enumerate((K.COLLECTIVE_SUBMITTED, K.COLLECTIVE_WAITED))
+        ]
+        write_ring(tmp_path, replace(ring, records=ring.records + waits))
+    watch = HangWatch(RunFollower(tmp_path), deadline=0.0)
+    assert watch.check() == []
+    assert watch.waiting is not None
+    watch.close()
 
 
 def test_goodput_is_that_of_the_time_which_all_rings_have() -> None:

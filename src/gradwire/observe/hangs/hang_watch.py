@@ -135,6 +135,8 @@ class HangWatch:
     def check(self) -> list[str]:
         """Look, and return the lines to print: a report when a wait is long, a line when it has ended."""
         self.run.look()
+        if self.run.views and self.run.is_over:  # all members have died, and nobody waits any more
+            return []
         lines: list[str] = []
         waiting = self.waiting
         idle = idle_seconds(self.run.local_ranks, time.monotonic_ns(), deadline=self.deadline)

@@ -124,8 +124,9 @@ def _nonfinite(report: RunReport) -> Iterator[Finding]:
 def _endings(report: RunReport) -> Iterator[Finding]:
     ranks = report.ranks
     size = max(int(rank.header["size"]) for rank in ranks)
-    if report.elastic is not None:  # ranks come and go, which its launcher has recorded
-        ranks, size = [rank for rank in ranks if rank.member not in report.elastic.ended], 0
+    if report.elastic is not None:  # ranks come and go, which its launcher records
+        known_ends = report.elastic.ended
+        ranks, size = [rank for rank in ranks if report.outcome is None and rank.member not in known_ends], 0
     if missing := sorted(set(range(size)) - {rank.rank for rank in ranks}):
         advice = "If they ran on another host, copy their files into this directory."
         yield Finding("warning", f"{_capitalized(ranks_text(missing))} of {size} left no record here", advice=advice)
