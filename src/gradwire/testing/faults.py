@@ -2,10 +2,10 @@
 
 Note [What a draw depends on]
 Each time that a member passes a place is a *visit*. Whether a fault fires there depends on the seed, the member, the place, the
-step, and the number of the visit to this place in this step, and on nothing else. A member is its host and its number, without
-the random part of its id, so that a run with the same seed and the same members has the same faults at the same places. A process
-that replaces a member has another number, and faults of its own. Where the place is a call, the draw also decides whether the fault
-fires before the call or after it.
+step, and the number of the visit to this place in this step. A member is its host and its number, without the random part of its
+id, so that a run with the same seed and the same members has the same faults at the same places, except those that would leave too
+few members, which the record shows. A process that replaces a member has another number, and faults of its own. Where the place is
+a call, the draw also decides whether the fault fires before the call or after it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradwire.elasticity.performer import Performer
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.training import Training
 from gradwire.errors import UsageError
-from gradwire.runtime.fault_record import FILE, record_fault
+from gradwire.runtime.fault_record import FILE, LASTING, record_fault
 
 PLACES = ("forward", "bucket in flight", "vote", "optimizer", "view change", "join", "hub write")
 """A batch is handed out; a reduction was launched in backward; a member is prepared; the optimizer steps; a member follows and
@@ -43,7 +43,8 @@ class Chaos:
 
     `rate` is the probability of a fault at each visit to a place, one number or one for each of `PLACES`; a place that is not named
     has none. One of `kinds`, see `KINDS`, is drawn for each fault. Those that take time take so many `seconds`. Those that end a
-    member fire only where at least so many others (`least`) are in its view with the state: a run whose last member dies is lost.
+    member fire only where at least so many others (`least`) are in its view with the state, and none of them is ended by a fault in
+    the same `record`: a run whose last member dies is lost.
     Each fault is appended to the file `record` before it happens (default: `faults.jsonl` in the run's directory, if it has one).
 
     >>> chaos = Chaos(seed=7, kinds=["kill", "slow"], rate={"vote": 0.01, "join": 0.1})
@@ -103,10 +104,10 @@ class Chaos:
             def visiting(*args: Any, **options: Any) -> Any:
                 fault = self._draw(performer, place if isinstance(place, str) else place(*args), when)
                 if fault["when"] == "before":
-                    self._fire(training, fault)
+                    self._fire(performer.member.view, training, fault)
                 result = call(*args, **options)
                 if fault["when"] == "after":
-                    self._fire(training, fault)
+                    self._fire(performer.member.view, training, fault)
                 return result
 
             setattr(owner, name, visiting)
@@ -123,7 +124,7 @@ class Chaos:
 
     def _draw(self, performer: Performer, place: str, when: str) -> dict[str, Any]:
         """The fault that fires at this visit, or one that never does. See Note [What a draw depends on]."""
-        member, view = performer.member, performer.member.view or View(-1, (), 0)
+        member = performer.member
         step = member.step if place in ("join", "hub write") else cast(Training, performer._trainer).committed
         at, visit = self._visits.get((member.me, place), (-1, 0))
         visit = visit + 1 if at == step else 0
@@ -132,16 +133,20 @@ class Chaos:
         facts = self.seed, name[0], name[-1], place, step, visit
         draw = fixed_hash("kind", *facts)
         kind = self.kinds[draw % len(self.kinds)]
-        without = view.fresh if place in ("view change", "join") else ()
-        lost = kind not in ("slow", "gil") and len({*view.members}.difference(without, [member.me])) < self.least
-        if lost or fixed_hash(*facts) >= self.rates.get(place, 0.0) * 2**63:
+        if fixed_hash(*facts) >= self.rates.get(place, 0.0) * 2**63:
             return {"when": "never"}
         when = when or ("after" if draw >> 32 & 1 else "before")
         return dict(member=member.me, kind=kind, place=place, when=when, step=step, epoch=member.epoch)  # noqa: C408
 
-    def _fire(self, training: Training, fault: dict[str, Any]) -> None:
-        if self.record is not None:
-            record_fault(self.record, **fault)
+    def _fire(self, view: View | None, training: Training, fault: dict[str, Any]) -> None:
+        view = view or View(-1, (), 0)
+        without = {fault["member"], *(view.fresh if training.committed <= view.step else ())}
+
+        def too_few(ended: set[str]) -> bool:
+            return fault["kind"] not in LASTING and len({*view.members} - without - ended) < self.least
+
+        if too_few(set()) or (self.record is not None and not record_fault(self.record, unless=too_few, **fault)):
+            return
         where = "{place} of step {step} on {member}".format(**fault)
         training.group.ledger.events.warn(f"injected fault: {fault['kind']} at {where}", step=fault["step"])
         inject(fault["kind"], self.seconds, where)

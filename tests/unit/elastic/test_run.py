@@ -473,6 +473,18 @@ def test_faults_are_injected_at_each_place_and_the_others_go_on(
         assert fault == {"member": fault["member"], "kind": "raise", "place": place, "step": 4 * late}
 
 
+def test_faults_at_the_same_time_leave_a_member_with_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Performer, "join", Performer.join)
+    Chaos(3, ["raise"], {"vote": 1.0}, record=tmp_path / "faults").watch()
+    world = Threads(tmp_path)
+    for me in "abc":
+        world.start(me, 3)
+    world.join()
+    assert {me: type(error) for me, error in world.errors.items()} == {"b": InjectedFault, "c": InjectedFault}
+    world.errors.clear()
+    check(world, alone(1), dead={"b", "c"})
+
+
 def test_a_seed_decides_which_faults_fire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def train(name: str, seed: int, **options: Any) -> list[Any]:
         monkeypatch.setattr(Performer, "join", Performer.join)
