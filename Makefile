@@ -50,8 +50,9 @@ PARALLEL = -n $(JOBS) --dist worksteal
 tests: $(READY) ## pytest: tests, and the examples in docstrings and documents [JOBS=1]
 	$(BIN)/python -m pytest $(PARALLEL)
 
-acceptance: $(READY) ## long tests; 160 hangs and 50 stragglers detected, no alarm in 151 healthy runs, a llama on meshes: about 45 minutes
+acceptance: $(READY) ## long tests; 160 hangs and 50 stragglers detected, no alarm in 151 healthy runs, a llama on meshes, 2,000 faults: about 2 hours
 	$(BIN)/python -m pytest -m acceptance
+	$(BIN)/python -m benchmarks faults --faults 2000
 	PYTHONPATH=tests $(BIN)/python -m detection.hangs --healthy 50
 	PYTHONPATH=tests $(BIN)/python -m detection.stragglers
 	PYTHONPATH=tests $(BIN)/python -m detection.follow

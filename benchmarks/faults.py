@@ -1,8 +1,9 @@
 """`faults`: kills members of an elastic run at random places, and its hub, and compares what those that are left have trained.
 
 Ranks kill themselves, by SIGKILL, where `gradwire.testing.faults.Chaos` draws it from the seed. Every member writes a line for each
-step that it has committed, with a digest of its parameters. So it is seen afterwards that all members had the same bits after each
-step, that each step was committed, once by each member, and how long after a fault the next step was.
+step that it has committed, with a digest of its parameters and the samples that its averages count. So it is seen afterwards that
+all members had the same bits after each step, that each step was committed, once by each member, that each sample counted once, and
+how long after a fault the next step was. Before, `DistributedDataParallel` trains the same without faults, for the goodput.
 """
 
 from __future__ import annotations
@@ -10,11 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -23,90 +21,97 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.faults_run import CommitLine, FaultsRun, Launch, check, launch, left_over
 from benchmarks.machine import describe
-from benchmarks.result import Column, Figures, Result, time_words
+from benchmarks.result import Column, Figures, Result, fixed, time_words
 from benchmarks.timing import Series
 from benchmarks.world import bar
 from gradwire.errors import GroupError
+from gradwire.testing.faults import PLACES
 
-IN_A_STEP = {"forward": 2e-4, "bucket in flight": 5e-4, "vote": 5e-4, "optimizer": 5e-4}
-IN_A_CHANGE = {"view change": 0.02, "join": 0.1, "hub write": 0.02}
-"""Probability of a fault at each visit. Only changes of members visit the places of the second one."""
-_HUB = re.compile(r"\(process (\d+)\)")
-_LOOK = 0.05
+IN_A_STEP = {"forward": 4e-3, "bucket in flight": 2e-3, "vote": 4e-3, "optimizer": 4e-3}
+IN_A_CHANGE = {"view change": 8e-3, "join": 0.05, "hub write": 8e-3}
+"""Probability of a fault at each visit. Only changes of members visit the places of the second one, and each fault there leads to
+more of them. With 8 members and slots all places have their `SHARE`."""
+SHARE = 0.05
+"""Of all faults, at least so many at each place."""
 _HUB_EVERY = 50
 """After how many faults the hub is killed."""
+_MANY = 1000
+"""Of so many faults a place has its share, or is not reached as it should be."""
+_PLAIN_STEPS = 200
 
 
-def run(args: argparse.Namespace, console: Console) -> Result:
+def run(args: argparse.Namespace, console: Console, start: Launch = launch) -> Result:
     """Measure."""
-    machine = describe()
+    machine, plain = describe(), None
     with tempfile.TemporaryDirectory(prefix="gradwire-faults-") as name:
-        folder = Path(name)
-        options = {"seed": args.seed, "slots": args.slots, "width": args.width}
+        options = {"seed": args.seed, "slots": args.slots, "width": args.width, "least": 2}
+        if args.plain:
+            folder = Path(name, "plain")
+            folder.mkdir()
+            plain = train_plain(folder, args, options, start)
+        folder = Path(name, "faults")
+        folder.mkdir()
         options["rate"] = {**{place: rate * args.rate for place, rate in IN_A_STEP.items()}, **IN_A_CHANGE}
-        hubs = train(folder, args, options, console)
-        commits, faults = read(folder / "commits"), read(folder / "faults")
-    return result(machine, args, commits, faults, hubs)
+        training, hubs = train(folder, args, options, console, start)
+        commits, faults, rest = training.commits, training.read("faults"), left_over(folder)
+    return result(machine, args, commits, faults, hubs, plain=plain, rest=rest)
 
 
-def train(folder: Path, args: argparse.Namespace, options: dict[str, Any], console: Console) -> int:
-    """Train under faults until enough of them have fired. Returns how many times the hub was killed."""
-    script = Path(__file__).with_name("faults_rank.py")
-    command = [sys.executable, "-m", "gradwire", "run", "--no-record", "--nproc", str(args.ranks)]
-    command += ["--elastic", f"1:{args.ranks}", str(script), str(folder), json.dumps(options)]
-    hubs, screen, deadline = 0, folder / "screen", time.monotonic() + args.timeout
-    with screen.open("w") as out, bar(console, "training", args.faults, "faults") as show:
-        launcher = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        seen, before = 0, time.monotonic()
-        try:
-            while seen < args.faults:
-                time.sleep(_LOOK)
-                fired = (folder / "faults").read_bytes().count(b"\n") if (folder / "faults").exists() else 0
-                if fired != seen:
-                    seen, before = fired, time.monotonic()
-                    show(min(fired, args.faults))
-                if fired // _HUB_EVERY > hubs and (found := _HUB.findall(screen.read_text())):
-                    hubs += 1
-                    os.kill(int(found[-1]), signal.SIGKILL)
-                if launcher.poll() is not None or time.monotonic() > min(deadline, before + 120.0):
-                    last = "\n".join(screen.read_text().splitlines()[-20:])
-                    raise GroupError(
-                        f"training under faults: it has ended, or hangs, after {seen} faults. Its output:\n{last}"
-                    )
-            time.sleep(args.settle)
-            launcher.terminate()
-            launcher.wait(60.0)
-        finally:
-            launcher.kill()
-            launcher.wait()
-    return hubs
+def train_plain(folder: Path, args: argparse.Namespace, options: dict[str, Any], start: Launch) -> float:
+    """Steps per second of `DistributedDataParallel`, without the first ones."""
+    with FaultsRun(folder, {**options, "plain": _PLAIN_STEPS}, ranks=args.ranks, start=start) as training:
+        if training.launcher.wait(args.timeout):
+            raise GroupError(f"training without faults failed. Its output:\n{training.said()}")
+    times = json.loads((folder / "plain").read_text())[_PLAIN_STEPS // 10 :]
+    return (len(times) - 1) / float(times[-1] - times[0])
 
 
-def read(path: Path) -> list[Any]:
-    """The lines of a file that others append to."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+def train(
+    folder: Path, args: argparse.Namespace, options: dict[str, Any], console: Console, start: Launch
+) -> tuple[FaultsRun, int]:
+    """Train under faults until enough of them have fired. Also returns how many times the hub was killed."""
+    hubs, deadline = 0, time.monotonic() + args.timeout
+    with (
+        FaultsRun(folder, options, ranks=args.ranks, start=start) as training,
+        bar(console, "training", args.faults, "faults") as show,
+    ):
+        for seen in range(1, args.faults + 1):
+            left = min(120.0, deadline - time.monotonic())
+            training.wait(lambda seen=seen: len(counted(training)) >= seen, f"fault {seen}", left)  # type: ignore[misc]
+            show(seen)
+            if seen // _HUB_EVERY > hubs:
+                hubs += 1
+                os.kill(training.hub(), signal.SIGKILL)
+        training.launcher.terminate()
+        if (code := training.launcher.wait(120.0)) not in (0, 128 + signal.SIGTERM):
+            raise GroupError(f"training under faults: exit code {code}. Its output:\n{training.said()}")
+    return training, hubs
+
+
+def counted(training: FaultsRun) -> list[Any]:
+    """The faults since which members have changed and committed a step."""
+    last = training.last()
+    return [fault for fault in training.read("faults") if last is not None and fault["epoch"] < last.epoch]
 
 
 def result(
-    machine: dict[str, str], args: argparse.Namespace, commits: list[Any], faults: list[Any], hubs: int
+    machine: dict[str, str],
+    args: argparse.Namespace,
+    commits: list[CommitLine],
+    faults: list[Any],
+    hubs: int,
+    *,
+    plain: float | None = None,
+    rest: list[str] | None = None,
 ) -> Result:
     """What the lines of all members show."""
-    times = sorted(at for at, *_ in commits)
-    last_epoch = max(epoch for _, _, _, epoch, *_ in commits)
-    digests: dict[int, set[str]] = defaultdict(set)
-    steps: dict[str, list[int]] = defaultdict(list)
-    for _, member, step, _, digest, _ in commits:
-        digests[step].add(digest)
-        steps[member].append(step)
-    differ = sum(len(found) > 1 for found in digests.values())
-    gaps = sum(mine != list(range(mine[0], mine[-1] + 1)) for mine in steps.values())
-    missing = len(set(range(max(digests) + 1)) - digests.keys())
-    waits: dict[str, list[float]] = defaultdict(list)
-    counted = [fault for fault in faults if fault["epoch"] < last_epoch]
-    for fault in counted:
+    record, times = check(commits), sorted(line.time for line in commits)
+    last_epoch = max(line.epoch for line in commits)
+    waits: dict[str, list[float]] = {place: [] for place in PLACES}
+    changed = [fault for fault in faults if fault["epoch"] < last_epoch]
+    for fault in changed:
         later = next((at for at in times if at > fault["time"]), None)
         if later is not None:
             waits[fault["place"]].append(later - fault["time"])
@@ -114,23 +119,38 @@ def result(
     rows: dict[str, dict[str, Any]] = {
         place: {"number": len(found), "wait": Series(place, tuple(found)), "p99": quantile(found)}
         for place, found in {**waits, "all": every}.items()
+        if found
     }
+    first: dict[int, float] = defaultdict(lambda: float("inf"))
+    for line in commits:
+        first[line.step] = min(first[line.step], line.time)
+    goodput = (len(first) - 1) / max(max(first.values()) - min(first.values()), 1e-9)
+    rows["all"] |= {"steps": goodput, "plain": plain, "goodput": plain and goodput / plain}
     columns = [
         Column("number", "faults"),
         Column("wait", "to the next commit", time_words),
         Column("p99", "99 of 100 within", time_words),
+        Column("steps", "steps/s", fixed(1)),
+        Column("plain", "of DDP without faults", fixed(1)),
+        Column("goodput", "goodput", fixed(2)),
     ]
+    rare = [place for place in PLACES if len(waits[place]) < SHARE * args.faults]
+    processes = len({line.member for line in commits})
     lines = [
-        f"{len(digests)} steps by {len(steps)} processes, {last_epoch} changes of members, the hub killed {hubs} times.",
-        f"Steps after which members had different parameters: {differ}. Members that skipped or repeated a step: {gaps}. "
-        f"Steps that nobody committed: {missing}.",
+        f"{record.steps} steps by {processes} processes, {last_epoch} changes of members, the hub killed {hubs} times.",
+        f"Steps after which members had different parameters: {record.differ}. Members that skipped or repeated a step: "
+        f"{record.gaps}. Steps that nobody committed: {record.missing}. Steps and epochs in which a sample did not count once: "
+        f"{record.samples}. Left over: {', '.join(rest or ['nothing'])}.",
+        f"Places with less than 1 of {1 / SHARE:.0f} faults: {', '.join(rare) or 'none'}.",
     ]
     settings = {
         "members": f"{args.ranks}, seed {args.seed}",
-        "faults": f"{len(faults)} SIGKILL, {len(counted)} counted",
+        "faults": f"{len(faults)} SIGKILL, {len(changed)} counted",
     }
     caption = "A fault counts if members have changed since. Median, and quartiles below it."
-    error = GroupError(lines[1]) if differ or gaps or missing else None
+    error = GroupError(lines[1]) if rest or not record.faultless else None
+    if rare and args.faults >= _MANY:
+        error = error or GroupError(lines[2])
     return Result("faults", machine, settings, [Figures(rows, columns, caption, first="place")], lines, error)
 
 

@@ -255,7 +255,9 @@ def faults(parser: Parser) -> None:
     parser.add_argument(
         "--rate", type=float, default=1.0, metavar="X", help="times as many faults per step (default: 1)"
     )
-    parser.add_argument("--settle", type=float, default=2.0, metavar="SECONDS", help="go on after the last fault")
+    parser.add_argument(
+        "--no-plain", dest="plain", action="store_false", help="no goodput: do not train without faults"
+    )
     _timeout(parser, 1500)
     _files(parser)
 
