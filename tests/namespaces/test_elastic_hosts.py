@@ -65,6 +65,26 @@ class ElasticHosts:
         """Those to this host vanish, and those from it do not."""
         self._ip("qdisc", how[0], "dev", f"port{number}", "root", *how[1:], tool="tc")
 
+    def cut(self, numbers: Sequence[int], lost: str) -> None:
+        """Lose all packets between these hosts and the others, or those in one direction: they are sent to an address of Ethernet
+        that nobody has."""
+        if lost == "all packets":
+            return self.set_links(numbers, "master", "elsewhere")
+        machines = [*self.machines, self.hub_host]
+        these = [machines[n] for n in numbers]
+        for one, other in itertools.product(these, [host for host in machines if host not in these]):
+            sender, receiver = (one, other) if lost == "packets from them" else (other, one)
+            words = ("neigh", "replace", receiver.address, "lladdr", "02:00:00:00:00:99", "nud", "permanent")
+            subprocess.run(["ip", "-n", sender.name, *words, "dev", sender.interface], check=True)
+        return None
+
+    def heal(self, numbers: Sequence[int]) -> None:
+        self.set_links(numbers, "master", "bridge")
+        for host in (*self.machines, self.hub_host):
+            subprocess.run(
+                ["ip", "-n", host.name, "neigh", "flush", "nud", "permanent", "dev", host.interface], check=True
+            )
+
     def members(self, numbers: Sequence[int]) -> set[str]:
         """Those of these hosts that have committed a step."""
         return {line[1] for line in self.commits() if any(line[1].startswith(self.machines[n].name) for n in numbers)}
@@ -145,33 +165,44 @@ def test_the_others_go_on_without_a_host_that_is_cut_off_and_its_ranks_come_back
     assert {line[5] for line in run.commits()} == {"SharedMemoryGroup", "HierarchicalGroup"}
 
 
+CUTS = [numbers for size in range(1, 5) for numbers in itertools.combinations(range(4), size)]
+"""The hosts of one side; the others are with the hub, which is alone in the last one."""
+
+
 @pytest.mark.acceptance
-def test_all_cuts_of_four_hosts_and_a_hub(tmp_path: Path, warm_python: WarmPython) -> None:
+@pytest.mark.parametrize("lost", ["all packets", "packets from them", "packets to them"])
+def test_all_cuts_of_four_hosts_and_a_hub(lost: str, tmp_path: Path, warm_python: WarmPython) -> None:
     """The side of the hub goes on within a lease and a second; the hub alone stops nobody, nor does it forget when it is killed."""
     waits: dict[tuple[int, ...], float] = {}
     with running((1, 1, 1, 1), tmp_path, warm_python) as run:
-        for size in range(1, 5):
-            for numbers in itertools.combinations(range(4), size):
-                run.set_links(numbers, "master", "elsewhere")
-                began = time.monotonic()
-                waits[numbers] = run.wait_for(4 - size or 4, since=began + 0.5 * (size == 4)) - began
-                if size == 4:
-                    time.sleep(2 * LEASE)  # what must not happen has no end
-                run.set_links(numbers, "master", "bridge")
-                healed = time.monotonic()
-                came_back = run.wait_for(4, since=healed) - healed
-                print(f"{numbers}: {waits[numbers]:.2f} s, and {came_back:.2f} s to come back", flush=True)
+        for numbers, turn in itertools.product(CUTS, range(3)):
+            before = run.members(range(4))
+            run.cut(numbers, lost)
+            began = time.monotonic()
+            alone = len(numbers) == 4
+            went_on = run.wait_for(4 - len(numbers) or 4, since=began + 0.5 * alone)
+            waits[*numbers, -turn] = went_on - began
+            if alone:
+                time.sleep(2 * LEASE)  # what must not happen has no end
+                assert run.members(range(4)) == before
+            run.heal(numbers)
+            healed = time.monotonic()
+            came_back = run.wait_for(4, since=healed) - healed
+            cut_off = {line[1] for line in run.commits() if went_on < line[0] < healed} & run.members(numbers)
+            assert alone or not cut_off, "one side at most commits"
+            print(f"{numbers}: {went_on - began:.2f} s, and {came_back:.2f} s to come back", flush=True)
         before = run.members(range(4))
         run.hub.kill()
         run.hub.communicate()
         run.set_links([0], "down")
         run.start_hub()
         began = time.monotonic()
-        waits[0, 0] = run.wait_for(3, since=began) - began
+        waits[()] = run.wait_for(3, since=began) - began
         run.set_links([0], "up")
         run.wait_for(4, since=time.monotonic())
         assert len(run.members(range(4)) - before) == 1
         outputs = run.end()
     run.check()
     assert "SIG" not in "".join(outputs)
-    assert max(waits.values()) < LEASE + 1.0, waits
+    late = {cut: wait for cut, wait in waits.items() if wait > LEASE + 1.0}
+    assert len(late) <= len(waits) // 20, late  # a busy machine may be late now and then
