@@ -1,8 +1,10 @@
 """`Leases`: which launchers the hub hears. No I/O, and time is injected.
 
 Note [Leases]
-A launcher sends a beat twice a second. One that was not heard for `LEASE` seconds is silent, and its ranks count as gone, until it
-is heard again: it has died, or its host cannot be reached. But a hub that hears nobody was itself cut off or stopped: it takes
+A launcher sends beats twice a second, two in a row: the second one shows that the reply to the first has reached it, so only this
+counts. Else a host that can send and cannot receive would have its lease from a beat that comes after the link has failed. One that
+was not heard for `LEASE` seconds is silent, and its ranks count as gone, until it is heard again: it has died, or its host cannot be
+reached. But a hub that hears nobody was itself cut off or stopped: it takes
 nobody for silent, and when it hears one again, all leases begin again, as they do when it is started.
 """
 
@@ -22,13 +24,15 @@ class Leases:
         self._clock = clock
         self._begun = self._latest = clock()
         self._heard: dict[str, float] = {}
+        self._beats: dict[str, float] = {}
 
     def beat(self, launcher: str) -> None:
-        """This launcher was heard."""
+        """A beat has come from this launcher, so it was reached at the time of the one before."""
         now = self._clock()
         if now - self._latest > _ALONE:
             self._begun = now
-        self._latest = self._heard[launcher] = now
+        self._heard[launcher] = self._beats.get(launcher, self._begun)
+        self._latest = self._beats[launcher] = now
 
     def silent(self, launchers: Iterable[str]) -> dict[str, bool]:
         """Whether each of these launchers is silent; without those of which it is not known."""

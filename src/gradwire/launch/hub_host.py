@@ -104,7 +104,8 @@ class HubCalls:
         records = RunRecords(self._client)
         while not self._closing:
             with contextlib.suppress(Exception):  # the next one tries again
-                self._client.call("beat", self._launcher)
+                for _ in range(2):  # see Note [Leases]
+                    self._client.call("beat", self._launcher)
             try:
                 one = self._calls.get(timeout=BEAT)
             except queue.Empty:

@@ -25,7 +25,7 @@ def pass_time(leases: Leases, clock: Clock, seconds: float, *launchers: str) -> 
     """So much time passes, in which these launchers are heard."""
     for _ in range(round(seconds / BEAT)):
         clock.now += BEAT
-        for launcher in launchers:
+        for launcher in 2 * launchers:
             leases.beat(launcher)
 
 
@@ -37,7 +37,20 @@ def test_a_launcher_that_is_not_heard_is_silent_until_it_is_heard_again() -> Non
     pass_time(leases, clock, BEAT, "a")
     assert leases.silent("ab") == {"a": False, "b": True}
     leases.beat("b")
+    assert leases.silent("ab") == {"a": False, "b": True}
+    leases.beat("b")
     assert leases.silent("ab") == {"a": False, "b": False}
+
+
+def test_a_beat_without_the_reply_to_it_is_no_lease() -> None:
+    leases = Leases(clock=(clock := Clock()))
+    pass_time(leases, clock, 1.0, "a", "b")
+    clock.now += BEAT
+    leases.beat("b")  # its last one: the link to it has failed
+    pass_time(leases, clock, LEASE - BEAT, "a")
+    assert leases.silent("ab") == {"a": False, "b": False}
+    pass_time(leases, clock, BEAT, "a")
+    assert leases.silent("ab") == {"a": False, "b": True}
 
 
 def test_a_hub_that_hears_nobody_takes_nobody_for_silent_and_gives_new_leases_later() -> None:
@@ -84,7 +97,8 @@ def test_ranks_of_a_silent_launcher_are_gone_until_it_is_heard_again(hub: Hub) -
     assert run.lobby("node2-bb-1").lost is None  # it may be back
     run.mark("node2-bb-0", gone=True)
     assert run.lobby("node2-bb-1").lost == view
-    client.call("beat", "node2-bb")
+    for _ in range(2):
+        client.call("beat", "node2-bb")
     wait_until(lambda: run.lobby("node2-bb-1").here, "the hub has looked at the leases")
     assert run.look(0)[1].gone == {"node1-aa-0", "node2-bb-0"}
     client.close()
