@@ -208,20 +208,21 @@ def as_fsdp_reduce_scatter(
 def fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, list[tuple[str, nn.Parameter]]]]:
     """Every FSDP module in `model`, with the parameters that it reduces together, by full name.
 
-    Those are the parameters that currently require grad: freeze parameters first, and call it again after a change.
+    Those are the parameters that currently require grad: freeze parameters first, and call it again after a change. They are in
+    FSDP's order, in which those of a module come after those of its children.
     """
-    owned: dict[str, list[tuple[str, nn.Parameter]]] = {}
-    modules: dict[str, Any] = {name: m for name, m in model.named_modules() if hasattr(m, "set_all_reduce_hook")}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        owner = name.rpartition(".")[0]
-        while owner not in modules and owner:
-            owner = owner.rpartition(".")[0]
-        if owner in modules:
-            owned.setdefault(owner, []).append((name, parameter))
-    for owner, named in owned.items():
-        yield modules[owner], named
+    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    owned: dict[Tensor, tuple[Any, list[tuple[str, nn.Parameter]]]] = {}
+    for module in model.modules():
+        if hasattr(module, "set_all_reduce_hook"):
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            # Modules that were passed to `fully_shard` as a list share a state. In older versions of torch it has one group.
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            infos = [parameter._module_info for group in filter(None, groups) for parameter in group.fsdp_params]
+            together = [getattr(info.module, info.param_name) for info in infos]
+            named = [(names[parameter], parameter) for parameter in together if parameter in names]
+            owned.update((parameter, (module, named)) for _, parameter in named)
+    yield from {id(owned[parameter][1]): owned[parameter] for parameter in names if parameter in owned}.values()
 
 
 def _first(named: Sequence[tuple[str, Tensor]]) -> Tensor:

@@ -114,6 +114,7 @@ def between_replicas(rank: int, size: int, device: str = "cpu") -> dict[str, Ten
         for _, named in fsdp_parameters(sharded(mesh)):
             as_fsdp_hook(mean(), replicas, named_parameters=named)
     refuses_torchs_replicate(mesh["replicate"], replicas)
+    names_are_those_of_the_gradients(mesh["shard"], replicas)
     done["frozen"] = frozen(mesh, replicas, rank)
     replicas.close()
     return done
@@ -127,6 +128,46 @@ def refuses_torchs_replicate(mesh: Any, replicas: Group) -> None:
     for adapt in (as_fsdp_hook, as_fsdp_reduce_scatter):
         with pytest.raises(UsageError, match=rf"^{adapt.__name__}: weight .*backend_override.*gw\.replicate"):
             adapt(mean(), replicas, named_parameters=named)
+
+
+class Scaled(nn.Module):
+    """Its own parameter is its first, and the last of FSDP's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.first, self.norm, self.last = nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.norm(self.scale * self.first(x)))
+
+
+def names_are_those_of_the_gradients(mesh: Any, replicas: Group) -> None:
+    """Whatever the order in which FSDP reduces; modules that are sharded together, as a list, have one hook."""
+    seen: dict[str, Tensor] = {}
+
+    def look(grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        seen.update(zip(turn.spec.names, grad.clone().split(turn.spec.numels), strict=True))
+        yield all_reduce(grad, op=ReduceOp.AVG)
+        return Reduced(grad, grad)
+
+    torch.manual_seed(0)
+    model = Scaled().to(mesh.device_type)
+    fully_shard([model.last, model.norm], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    together = list(fsdp_parameters(model))
+    for module, named in together:
+        module.set_all_reduce_hook(as_fsdp_hook(Scripted(look, 1), replicas, named_parameters=named))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model(torch.eye(3, device=mesh.device_type)).pow(2).sum().backward()
+    assert [[name for name, _ in named] for _, named in together] == [
+        ["first.weight", "first.bias", "scale"],
+        ["last.weight", "last.bias", "norm.weight", "norm.bias"],
+    ]
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(seen[name], parameter.grad.to_local().flatten())  # type: ignore[attr-defined]
 
 
 def frozen(mesh: Any, replicas: Group, rank: int) -> Tensor:
