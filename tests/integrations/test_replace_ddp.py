@@ -404,9 +404,30 @@ def test_processes_that_the_script_spawns_have_it_before_they_import_anything(
     assert done.stdout == "gradwire.parallel.ddp gradwire.parallel.ddp\n", done.stderr
 
 
-LATE = f"""
-from torch.nn.parallel import DistributedDataParallel as DDP
+TWICE = f"""
+import multiprocessing.spawn, torch
 {REPLACED}
+replace_ddp(hook="bf16")
+replace, _ = multiprocessing.spawn.get_preparation_data("child")["gradwire"].__reduce__()
+print(replace.keywords["hook"])
+replace_ddp()
+print(torch.nn.parallel.DistributedDataParallel.default_hook)
+"""
+
+
+def test_a_second_call_sets_the_hook_of_spawned_processes_too(warm_python: WarmPython) -> None:
+    done = warm_python.run(TWICE, timeout=120)
+    assert done.stdout == "cast(torch.bfloat16) > mean()\n" * 2, done.stderr
+
+
+LATE = f"""
+import sys
+from torch.nn.parallel import DistributedDataParallel as DDP
+from gradwire.parallel import DistributedDataParallel
+try:
+    {REPLACED[:-1]}hook="quantize8")
+finally:
+    print(DistributedDataParallel.default_hook)
 """
 
 
@@ -414,6 +435,7 @@ def test_a_class_that_was_imported_before_is_an_error(warm_python: WarmPython) -
     done = warm_python.run(LATE, timeout=120)
     assert done.returncode == 1
     assert "imported before, as __main__.DDP. Call replace_ddp() first" in done.stderr
+    assert done.stdout == "None\n"  # nothing was changed
 
 
 def test_without_a_script_it_shows_its_usage(warm_python: WarmPython) -> None:

@@ -38,18 +38,17 @@ def replace_ddp(*, hook: CommHook | str | None = None) -> None:
     Call it before anything imports torch's class, or start the script with `gradwire run --replace-ddp`. Models reduce their
     gradients by `hook`, or the one of that name (`hooks.named`), until the script registers another.
     """
-    if hook is not None:
-        DistributedDataParallel.default_hook = _found(hook)
-    if all(getattr(module, name) is DistributedDataParallel for module, name in _PLACES):
-        return
-    early = [found for module in list(sys.modules) for found in _references(module)]
-    if early:
-        raise UsageError(
-            f"replace_ddp(): torch's DistributedDataParallel was imported before, as {', '.join(early)}. Call replace_ddp() first, "
-            "or start the script with gradwire run --replace-ddp."
-        )
-    _replace()
-    multiprocessing.spawn.get_preparation_data = _PreparationData(multiprocessing.spawn.get_preparation_data, hook)
+    found = DistributedDataParallel.default_hook if hook is None else _found(hook)
+    if not all(getattr(module, name) is DistributedDataParallel for module, name in _PLACES):
+        early = [found for module in list(sys.modules) for found in _references(module)]
+        if early:
+            raise UsageError(
+                f"replace_ddp(): torch's DistributedDataParallel was imported before, as {', '.join(early)}. Call replace_ddp() "
+                "first, or start the script with gradwire run --replace-ddp."
+            )
+        _replace()
+        multiprocessing.spawn.get_preparation_data = _PreparationData(multiprocessing.spawn.get_preparation_data)
+    DistributedDataParallel.default_hook = found
 
 
 def _found(hook: CommHook | str) -> CommHook:
@@ -96,17 +95,13 @@ def _references(name: str) -> list[str]:
 class _PreparationData:
     """multiprocessing's function, and the replacement, for processes that it spawns."""
 
-    def __init__(self, original: Callable[[str], dict[str, Any]], hook: CommHook | str | None) -> None:
+    def __init__(self, original: Callable[[str], dict[str, Any]]) -> None:
         self._original = original
-        self._hook = hook
 
     def __call__(self, name: str) -> dict[str, Any]:
-        return {**self._original(name), "gradwire": _ReplaceWhenUnpickled(self._hook)}
+        return {**self._original(name), "gradwire": _ReplaceWhenUnpickled()}
 
 
 class _ReplaceWhenUnpickled:
-    def __init__(self, hook: CommHook | str | None) -> None:
-        self._hook = hook
-
     def __reduce__(self) -> Any:
-        return partial(replace_ddp, hook=self._hook), ()
+        return partial(replace_ddp, hook=DistributedDataParallel.default_hook), ()
