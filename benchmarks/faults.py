@@ -44,6 +44,10 @@ _PLAIN_STEPS = 200
 
 def run(args: argparse.Namespace, console: Console, start: Launch = launch) -> Result:
     """Measure."""
+    if args.peer:
+        from benchmarks import faults_peers
+
+        return faults_peers.run(args, console)
     machine, plain = describe(), None
     with tempfile.TemporaryDirectory(prefix="gradwire-faults-") as name:
         options = {"seed": args.seed, "slots": args.slots, "width": args.width, "least": 2}

@@ -30,6 +30,8 @@ STEP, DEMO = "step", "demo"
 """Parts of oversubscribed in addition to the operations."""
 TASKS = {"digits": 2000, "text": 4500, "text-short": 400}
 """Tasks of parity, and their number of steps."""
+PEERS = ("torchft", "torchft-1s", "restart")
+"""What survives the death of a rank too: torchft, also with a heartbeat timeout of one second, and a restart from checkpoints."""
 OVERLAP_HOOKS = ("mean", "bf16", "quantize8", "power_sgd", "top_k")
 HOST_HOOKS = ("quantize8", "power_sgd", "top_k", "sign")
 PARITY_HOOKS = ("quantize8", "quantize4", "quantize1", "power_sgd", "top_k", "diloco")
@@ -258,8 +260,17 @@ def faults(parser: Parser) -> None:
     parser.add_argument(
         "--no-plain", dest="plain", action="store_false", help="no goodput: do not train without faults"
     )
+    _names(parser, "--peer", PEERS, None, "instead: kills at random times, and contenders under the same ones")
+    mean = "with --peer: mean time between kills (default: %(default)g)"
+    parser.add_argument("--interval", type=positive, default=10.0, metavar="SECONDS", help=mean)
+    length = "with --peer: length of each run (default: %(default)g)"
+    parser.add_argument("--duration", type=positive, default=60.0, metavar="SECONDS", help=length)
+    every = "with --peer restart: time between checkpoints (default: %(default)g)"
+    parser.add_argument("--checkpoint", type=positive, default=1.0, metavar="SECONDS", help=every)
+    python = "with --peer torchft: the Python that has torchft and torch (default: this one)"
+    parser.add_argument("--python", metavar="FILE", help=python)
     _timeout(parser, 1500)
-    _files(parser)
+    _files(parser, plot="steps, members and faults over time")
 
 
 def elastic(parser: Parser) -> None:

@@ -89,7 +89,7 @@ def draw(
 ) -> None:
     """Draw `panels` side by side. `log` names the axes with a logarithmic scale: "x", "y" or "xy"."""
     rows = max((len(panel.bars) for panel in panels), default=0)
-    figure = _figure(6.2 * len(panels) + 0.8, 1.9 + 0.34 * rows if rows else 5.4)
+    figure = new_figure(6.2 * len(panels) + 0.8, 1.9 + 0.34 * rows if rows else 5.4)
     for panel, axes in zip(panels, figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], strict=True):
         _lines(axes, panel.lines)
         if panel.bars:
@@ -121,7 +121,7 @@ def draw(
     figure.savefig(file)
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,0 +1,83 @@
+"""The picture of `faults`: committed steps, members and faults over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plot import COLORS, new_figure
+
+_BIN = 0.25
+"""Seconds for which members are counted together."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a run did in a window of so many `seconds`; all times are since its begin."""
+
+    name: str
+    seconds: float
+    commits: Sequence[tuple[float, int, int]]
+    """When, which step, and how many members it had."""
+    faults: Sequence[float]
+
+    @property
+    def progress(self) -> list[tuple[float, int]]:
+        """When how many steps had been committed; a step that is committed again after others is none."""
+        found, before, highest = [(0.0, 0)], None, -1
+        for at, step, _ in sorted(self.commits):
+            before = step if before is None else before
+            if step > highest:
+                highest = step
+                found.append((at, step - before + 1))
+        return found
+
+    @property
+    def members(self) -> list[tuple[float, int]]:
+        """With how many members steps were committed in each part of the window; 0 if none was."""
+        most = [0] * max(1, round(self.seconds / _BIN))
+        for at, _, members in self.commits:
+            index = min(int(at / _BIN), len(most) - 1)
+            most[index] = max(most[index], members)
+        return [(index * _BIN, members) for index, members in enumerate(most)]
+
+
+def draw(file: Path, runs: Sequence[History], *, title: str, footer: str, pace: float | None = None) -> None:
+    """Draw all runs. `pace` is how many steps per second were committed without faults."""
+    figure = new_figure(10.0, 4.2 + 1.05 * len(runs))
+    axes = figure.subplots(1 + len(runs), 1, sharex=True, height_ratios=[3.6, *[1.0] * len(runs)], squeeze=False)[:, 0]
+    longest = max(run.seconds for run in runs)
+    if pace is not None:
+        axes[0].plot([0, longest], [0, pace * longest], color="#777777", linestyle="--", label="without faults")
+    for run, below, color in zip(runs, axes[1:], COLORS, strict=False):
+        times, steps = zip(*run.progress, (run.seconds, run.progress[-1][1]), strict=True)
+        axes[0].plot(times, steps, color=color, linewidth=1.4, label=run.name, drawstyle="steps-post")
+        marks = [max(step for at, step in run.progress if at <= fault) for fault in run.faults]
+        axes[0].plot(run.faults, marks, color=color, marker="x", markersize=6, linestyle="", markeredgewidth=1.6)
+        _strip(below, run, color)
+    axes[0].plot([], [], color="#000000", marker="x", linestyle="", label="a rank is killed")
+    axes[0].set_ylabel("steps committed")
+    axes[0].legend(loc="upper left", fontsize=9, frameon=False)
+    axes[0].set_ylim(bottom=0)
+    axes[0].set_xlim(0, longest)
+    axes[-1].set_xlabel("seconds")
+    for one in axes:
+        one.grid(True, color="#e4e4e4", linewidth=0.6)
+        one.set_axisbelow(True)
+        one.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=12)
+    figure.supxlabel(footer, fontsize=8)
+    figure.savefig(file)
+
+
+def _strip(axes: Any, run: History, color: str) -> None:
+    times, members = zip(*run.members, strict=True)
+    most = max(members)
+    axes.fill_between([*times, run.seconds], [*members, members[-1]], step="post", color=color, alpha=0.35, linewidth=0)
+    axes.plot(run.faults, [most + 0.5] * len(run.faults), color=color, marker="x", linestyle="", markeredgewidth=1.6)
+    axes.set_ylim(0, most + 1)
+    axes.set_yticks([0, most])
+    axes.set_ylabel("members", fontsize=8)
+    axes.set_title(run.name, loc="left", fontsize=9, pad=2)
