@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +11,8 @@ from typing import Any
 
 from benchmarks.plot import COLORS, new_figure
 
-_BIN = 0.25
-"""Seconds for which members are counted together."""
+_BIN, _STEPS = 0.25, 4
+"""The least number of seconds, and of usual steps, for which members are counted together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,15 @@ class History:
 
     @property
     def members(self) -> list[tuple[float, int]]:
-        """With how many members steps were committed in each part of the window; 0 if none was."""
-        most = [0] * max(1, round(self.seconds / _BIN))
+        """With how many members steps were committed in each part of the window, of some steps at least; 0 if none was."""
+        times = [at for at, _ in self.progress]
+        between = statistics.median([later - at for at, later in itertools.pairwise(times)] or [0.0])
+        most = [0] * max(1, round(self.seconds / max(_BIN, _STEPS * between)))
+        length = self.seconds / len(most)
         for at, _, members in self.commits:
-            index = min(int(at / _BIN), len(most) - 1)
+            index = min(int(at / length), len(most) - 1)
             most[index] = max(most[index], members)
-        return [(index * _BIN, members) for index, members in enumerate(most)]
+        return [(index * length, members) for index, members in enumerate(most)]
 
 
 def draw(file: Path, runs: Sequence[History], *, title: str, footer: str, pace: float | None = None) -> None:
@@ -74,7 +79,7 @@ def draw(file: Path, runs: Sequence[History], *, title: str, footer: str, pace: 
 
 def _strip(axes: Any, run: History, color: str) -> None:
     times, members = zip(*run.members, strict=True)
-    most = max(members)
+    most = max(1, *members)
     axes.fill_between([*times, run.seconds], [*members, members[-1]], step="post", color=color, alpha=0.35, linewidth=0)
     axes.plot(run.faults, [most + 0.5] * len(run.faults), color=color, marker="x", linestyle="", markeredgewidth=1.6)
     axes.set_ylim(0, most + 1)

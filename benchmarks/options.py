@@ -465,7 +465,9 @@ BENCHMARKS: Mapping[str, tuple[Callable[[Parser], Any], str, str]] = {
         "Members of `gradwire run --elastic` kill themselves at random places, drawn from the seed: in forward, with a bucket in "
         "flight, before a vote, in the optimizer, while members change, while they join, and while they write to the hub, which is "
         "killed too. How long after a fault the next step is committed, and whether all members had the same parameters after "
-        "every step. The limits that this machine must hold, two idle cores: no difference, median 0.3 s, 99 of 100 within 2 s.",
+        "every step. The limits that this machine must hold, two idle cores: no difference, median 0.3 s, 99 of 100 within 2 s. "
+        "With --peer, ranks are killed at random times, and torchft or a run that is started again from its last checkpoint are "
+        "measured under the same kills, all relative to DistributedDataParallel without faults.",
     ),
     "elastic": (
         elastic,
