@@ -185,7 +185,7 @@ def lighthouse(python: str) -> Path:
 
 def torchft_version(python: str) -> tuple[str, str]:
     """The version of torchft there is for that interpreter, and why it cannot be run; one of them is empty."""
-    code = "import importlib.metadata as m, torch, torchft; "
+    code = "import importlib.metadata as m, torchft, torch; "
     code += "print(next(f'{n} {m.version(n)}' for n in m.packages_distributions()['torchft']), 'with torch', torch.__version__)"
     try:
         done = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -25,13 +25,14 @@ from rich.console import Console
 
 from benchmarks.faults import quantile, read
 from benchmarks.faults_contenders import Contender, Launched, Processes, TorchFT, torchft_version
+from benchmarks.faults_peer_rank import GLOBAL_BATCH
 from benchmarks.faults_plot import History, draw
 from benchmarks.machine import describe
 from benchmarks.plot import check_plot
 from benchmarks.result import Column, Figures, Result, fixed, time_words
 from benchmarks.timing import Series
 from benchmarks.world import bar
-from gradwire.errors import GroupError
+from gradwire.errors import GroupError, UsageError
 from gradwire.launch.chaos_schedule import ChaosSchedule
 
 OURS, RESTART = "gw.elastic", "restart"
@@ -65,6 +66,10 @@ class Trial:
 def run(args: argparse.Namespace, console: Console) -> Result:
     """Measure."""
     check_plot("--plot", args.plot)
+    if GLOBAL_BATCH % args.slots or args.ranks > GLOBAL_BATCH:
+        raise UsageError(
+            f"--slots {args.slots}: a step has {GLOBAL_BATCH} samples. Choose a divisor, and at most as many ranks."
+        )
     machine, lines = describe(), list[str]()
     options = {"ranks": args.ranks, "width": args.width, "slots": args.slots, "checkpoint": 0}
     python = args.python or sys.executable
@@ -85,7 +90,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         except GroupError as error:
             if name == OURS:
                 raise
-            lines.append(f"{name} is skipped: {error} {' '.join(error.__notes__)[-500:]}")
+            lines.append(f"{name} is skipped: {error} {' '.join(getattr(error, '__notes__', []))[-500:]}")
     for way in BASES:
         measure_base(way, args, options, bases, console)
     rows, torchs = {}, statistics.mean(bases["torch-ddp"])
@@ -122,7 +127,10 @@ def measure_base(
 ) -> None:
     """Steps per second of a reference, once more."""
     start = functools.partial(Launched, way=way, options=options)
-    bases[way].append(trial(BASES[way], start, args, console, kills=False).rate)
+    one = trial(BASES[way], start, args, console, kills=False)
+    if not one.rate:
+        raise GroupError(f"{BASES[way]}: no step was committed within {one.history.seconds:g} s.")
+    bases[way].append(one.rate)
 
 
 def trial(
@@ -242,24 +250,25 @@ def result(machine: Mapping[str, str], args: argparse.Namespace, rows: dict[str,
         Column("steps", "steps"),
         Column("goodput", "goodput", fixed(2), below="of torch", show_below=fixed(2)),
         Column("samples", "of samples", fixed(2)),
-        Column("wait", "to the next commit", time_words),
-        Column("p99", "99 of 100 within", time_words),
+        Column("wait", "next commit after", time_words),
+        Column("p99", "99 % within", time_words),
         Column("repeated", "repeated"),
         Column("retried", "retried"),
-        Column("skipped", "skipped"),
-        Column("differ", "unlike"),
-        Column("load", "load", fixed(1)),
     ]
     caption = (
         f"Goodput: steps committed per second relative to {BASES['ddp']} without faults, and below it to {BASES['torch-ddp']}. Of "
-        "samples: the same for samples of committed steps. To the next commit: from a kill to that of a step that nobody had "
+        "samples: the same for samples of committed steps. Next commit: from a kill to that of a step that nobody had "
         "committed; median, and quartiles below it. Repeated: steps that were committed, lost and computed again. Retried: steps "
-        "that a rank computed and dropped at least once. Skipped: steps that ranks missed, whose result they copied from others "
-        "later. Unlike: steps after which ranks had different parameters."
+        "that a rank computed and dropped at least once."
     )
+    lines += [
+        f"{name}: after {row['differ']} steps ranks had different parameters, and {row['skipped']} times a rank missed a step and "
+        f"copied its result later. The load of the machine was {row['load']:.1f}."
+        for name, row in rows.items()
+    ]
     settings = {
         "kills": f"SIGKILL, one in {args.interval:g} s in the mean, for {args.duration:g} s, seed {args.seed}",
-        "model": f"width {args.width}, AdamW, 64 samples a step, {args.ranks} ranks, one thread each",
+        "model": f"width {args.width}, AdamW, {GLOBAL_BATCH} samples a step, {args.ranks} ranks, one thread each",
         "restart": f"gradwire run of gradwire's DDP again, from a checkpoint every {args.checkpoint:g} s",
     }
     ours = rows.get(OURS, {})

@@ -21,9 +21,9 @@ def test_repeated_choices_are_those_of_the_peers() -> None:
     assert (*faults_peers.PEERS, RESTART) == options.PEERS
 
 
-@pytest.mark.parametrize("name", [OURS, RESTART])
+@pytest.mark.parametrize("name", [OURS, pytest.param(RESTART, marks=pytest.mark.acceptance)])
 def test_ranks_are_killed_while_they_train(name: str) -> None:
-    words = "faults --peer restart --ranks 3 --slots 3 --width 16 --duration 2 --interval 0.5 --checkpoint 0.1"
+    words = "faults --peer restart --ranks 3 --slots 4 --width 16 --duration 2 --interval 0.5 --checkpoint 0.1"
     args = parser().parse_args(words.split())
     chosen = {"ranks": args.ranks, "width": args.width, "slots": args.slots, "checkpoint": 0}
     start = functools.partial(started, name, args, chosen, sys.executable)
