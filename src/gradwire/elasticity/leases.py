@@ -1,11 +1,10 @@
 """`Leases`: which launchers the hub hears. No I/O, and time is injected.
 
 Note [Leases]
-A launcher sends beats twice a second, two in a row: the second one shows that the reply to the first has reached it, so only this
-counts. Else a host that can send and cannot receive would have its lease from a beat that comes after the link has failed. One that
-was not heard for `LEASE` seconds is silent, and its ranks count as gone, until it is heard again: it has died, or its host cannot be
-reached. But a hub that hears nobody was itself cut off or stopped: it takes
-nobody for silent, and when it hears one again, all leases begin again, as they do when it is started.
+A launcher sends beats twice a second, two in a row: the second shows that the reply to the first has arrived, so only this counts.
+Else a host that can send and cannot receive would keep its lease. A launcher that was not heard for `LEASE` seconds is silent, and
+its ranks count as gone, until it is heard again: it has died, or its host cannot be reached. But a hub that hears nobody was itself
+cut off or stopped: it takes nobody for silent, and when it hears one again, all leases begin again, as they do when it is started.
 """
 
 from __future__ import annotations

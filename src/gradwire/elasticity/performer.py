@@ -20,28 +20,13 @@ from typing import Protocol
 import torch
 
 from gradwire.collectives import ReduceOp, all_reduce
-from gradwire.elasticity.machine import (
-    Abort,
-    Commit,
-    Drop,
-    Enter,
-    HubState,
-    Instruction,
-    Member,
-    MemberPhase,
-    Propose,
-    Publish,
-    Reaction,
-    Stop,
-    View,
-    Vote,
-)
+from gradwire.elasticity import machine
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.errors import CollectiveMismatch, GroupAborted, GroupError, HookError, ReplicasDiverged, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.store.rendezvous import watching
 
-Build = Callable[[View, str, RunRecords], Group]
+Build = Callable[[machine.View, str, RunRecords], Group]
 """Makes the group of a view, for the member of this id: all members call it at the same time."""
 _CHANGE = "the members of the run change"
 _PAUSE = 0.05
@@ -81,10 +66,10 @@ class Trainer(Protocol):
     def hand_over(self, leaving: bool) -> None:
         """Some members leave: one that stays takes on what they owe. A collective of the old view."""
 
-    def follow(self, view: View) -> None:
+    def follow(self, view: machine.View) -> None:
         """This view comes next, whether or not its group can be made: called for every view with this member, in order."""
 
-    def enter(self, view: View, group: Group) -> None:
+    def enter(self, view: machine.View, group: Group) -> None:
         """Use this group; give the state to the fresh members of the view, or receive it."""
 
 
@@ -95,7 +80,7 @@ class Performer:
         self, me: str, connect: Callable[[], RunRecords], build: Build, trainer: Trainer, limits: Limits
     ) -> None:
         """`connect` is called once for each thread."""
-        self.member = Member(me, min_ranks=limits.min_ranks, max_ranks=limits.max_ranks)
+        self.member = machine.Member(me, min_ranks=limits.min_ranks, max_ranks=limits.max_ranks)
         self.left: str | None = None
         """Why this process is out of the run, once it is."""
         self._connect = connect
@@ -114,7 +99,7 @@ class Performer:
         self._watcher = threading.Thread(target=self._watch, name=f"gradwire-members-{me}", daemon=True)
 
     @property
-    def view(self) -> View:
+    def view(self) -> machine.View:
         assert self.member.view is not None
         return self.member.view
 
@@ -138,15 +123,15 @@ class Performer:
         records.enter_lobby(me, self._starters)
         self._watcher.start()
         deadline, version = time.monotonic() + self._patience, -1
-        while self.member.phase is MemberPhase.LOBBY:
+        while self.member.phase is machine.MemberPhase.LOBBY:
             lobby = records.lobby(me, after=version, wait=_LOOK)
             version, view, here = lobby.version, lobby.view, ", ".join(lobby.here)
             if lobby.complete:
                 view = self._first_view(lobby.here, step)
             if view is not None:
-                self._react(lambda member, view=view: member.look(HubState({}, next=view)))  # type: ignore[misc]
+                self._react(lambda member, view=view: member.look(machine.HubState({}, next=view)))  # type: ignore[misc]
             elif self._leaving or lobby.ended:
-                self._stop(Stop("it has left" if self._leaving else "training has ended"))
+                self._stop(machine.Stop("it has left" if self._leaving else "training has ended"))
             elif lobby.begun and lobby.lost is None:
                 deadline = time.monotonic() + self._patience  # it may be needed later
             elif lobby.lost is not None:
@@ -161,11 +146,11 @@ class Performer:
                 )
         self.settle()
 
-    def _first_view(self, here: Sequence[str], step: int) -> View | None:
+    def _first_view(self, here: Sequence[str], step: int) -> machine.View | None:
         here = sorted(here, key=lambda one: (len(one), one))[: self.member.max_ranks]
         if len(here) < self.member.min_ranks or here[0] != self.member.me:
             return None
-        view = self._records.propose(View(0, tuple(here), step, tuple(here[1:]), begins=True))
+        view = self._records.propose(machine.View(0, tuple(here), step, tuple(here[1:]), begins=True))
         return view if self.member.me in view.members else None
 
     def lost(self) -> None:
@@ -176,7 +161,7 @@ class Performer:
         """This member has all averages: vote, and commit the step, or change the members and commit or drop it. `facts` must be
         the same on all members."""
         self._facts = facts
-        self._react(Member.averaged)
+        self._react(machine.Member.averaged)
         self.settle()
 
     def settle(self) -> None:
@@ -185,8 +170,8 @@ class Performer:
         if group is not None and group.failure is not None:
             self.lost()
         published, version, deadline = -2, -1, time.monotonic() + self._patience
-        while self.member.phase is MemberPhase.FROZEN:
-            epoch, hub = self.member.epoch, HubState({})
+        while self.member.phase is machine.MemberPhase.FROZEN:
+            epoch, hub = self.member.epoch, machine.HubState({})
             try:
                 if published != epoch:
                     for instruction in self.member.freeze()[1]:
@@ -196,10 +181,10 @@ class Performer:
             except GroupError:  # the hub is away
                 time.sleep(_PAUSE)
             self._react(lambda member, hub=hub: member.look(hub))  # type: ignore[misc]
-            if time.monotonic() > deadline and self.member.phase is MemberPhase.FROZEN:
+            if time.monotonic() > deadline and self.member.phase is machine.MemberPhase.FROZEN:
                 raise self._too_few(hub)
 
-    def _too_few(self, hub: HubState) -> TooFewMembers:
+    def _too_few(self, hub: machine.HubState) -> TooFewMembers:
         silent = [one for one in self.view.members if one not in hub.standings and one not in hub.gone]
         missing = f"waits for {', '.join(silent)}" if silent else f"fewer than {self.member.min_ranks} members are left"
         return TooFewMembers(
@@ -222,13 +207,15 @@ class Performer:
             self._watcher.join(timeout)
         self._exchange(-1, None)
 
-    def _react(self, event: Callable[[Member], Reaction]) -> None:
+    def _react(self, event: Callable[[machine.Member], machine.Reaction]) -> None:
         with self._lock:
             if self._leaving:  # before a standing is published that says otherwise
                 self.member, _ = self.member.leave()
             self.member, todo = event(self.member)
         for instruction in todo:
-            if not isinstance(instruction, Publish):  # which `settle` does: a backward must not wait for the hub
+            if not isinstance(
+                instruction, machine.Publish
+            ):  # which `settle` does: a backward must not wait for the hub
                 self._perform(instruction, self._records)
 
     def _watch(self) -> None:
@@ -253,36 +240,36 @@ class Performer:
                 continue  # the thread that trains publishes it when the hub is back
         records.close()
 
-    def _perform(self, instruction: Instruction, records: RunRecords) -> None:
+    def _perform(self, instruction: machine.Instruction, records: RunRecords) -> None:
         match instruction:
-            case Abort(epoch):
+            case machine.Abort(epoch):
                 here, group = self._present
                 if here == epoch and group is not None:
                     group.abort(_CHANGE)
-            case Publish(epoch, standing):
+            case machine.Publish(epoch, standing):
                 records.publish(epoch, self.member.me, standing)
-            case Vote():
+            case machine.Vote():
                 self._vote(instruction)
-            case Propose(view):
+            case machine.Propose(view):
                 try:
                     recorded = records.propose(view)
                 except GroupError:
                     return  # the hub is away: `settle` decides again when it is back
-                self._react(lambda member: member.look(HubState({}, next=recorded)))
-            case Commit():
+                self._react(lambda member: member.look(machine.HubState({}, next=recorded)))
+            case machine.Commit():
                 self._trainer.commit()
                 if self._leave_voted:
                     self._leave_voted = False
                     with contextlib.suppress(GroupError):  # then it is lost, as in a crash
                         self._trainer.hand_over(self.member.leaving)
-            case Drop():
+            case machine.Drop():
                 self._trainer.drop()
-            case Enter(view):
+            case machine.Enter(view):
                 self._enter(view)
-            case Stop():
+            case machine.Stop():
                 self._stop(instruction)
 
-    def _vote(self, vote: Vote) -> None:
+    def _vote(self, vote: machine.Vote) -> None:
         group = self._present[1]
         assert group is not None
         wants = bool(self._lobby) and len(self.view.members) < (self.member.max_ranks or len(self.view.members) + 1)
@@ -306,7 +293,7 @@ class Performer:
         self._leave_voted = bool(leave)
         self._react(lambda member: member.voted(vote.epoch, change=bool(join or leave)))
 
-    def _enter(self, view: View) -> None:
+    def _enter(self, view: machine.View) -> None:
         self._trainer.follow(view)
         try:
             with watching(self._meeting_ended):
@@ -322,7 +309,7 @@ class Performer:
             self.lost()
             return
         if not self.member.holds:
-            self._react(Member.received)
+            self._react(machine.Member.received)
 
     def _meeting_ended(self) -> GroupError | None:
         return GroupAborted(_CHANGE, reason=_CHANGE) if self.frozen else None
@@ -333,10 +320,10 @@ class Performer:
             with contextlib.suppress(HookError):
                 old.close(0.0)
 
-    def _stop(self, stop: Stop) -> None:
+    def _stop(self, stop: machine.Stop) -> None:
         self.left = stop.why
         with self._lock:
-            self.member = self.member._replace(phase=MemberPhase.OUT)
+            self.member = self.member._replace(phase=machine.MemberPhase.OUT)
         if self.member.leaving or self._leaving:
             self._records.leave(self.member.me)
         elif self.member.view is not None:

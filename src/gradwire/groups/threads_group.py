@@ -12,18 +12,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from gradwire import errors
 from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.matching import mismatch
 from gradwire.collectives.reference import perform, store
-from gradwire.errors import (
-    UNEVEN,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    GroupAborted,
-    GroupError,
-    PeerLost,
-    UsageError,
-)
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.failure.watchdog import Watchdog
 from gradwire.groups.ledger import Arrivals
@@ -59,7 +51,7 @@ class ThreadGroup(Group):
         (None, None)
         """
         if size < 1:
-            raise UsageError(f"ThreadGroup.world({size}): a world has at least one rank.")
+            raise errors.UsageError(f"ThreadGroup.world({size}): a world has at least one rank.")
         return cls._seat(_ThreadWorld(size, name, timeout))
 
     @classmethod
@@ -92,7 +84,7 @@ class ThreadGroup(Group):
             Group.fail(group, error)
 
     def abort(self, reason: str = "abort() was called") -> None:
-        self.fail(GroupAborted(f"{self.name} was aborted by rank {self.rank}: {reason}", reason=reason))
+        self.fail(errors.GroupAborted(f"{self.name} was aborted by rank {self.rank}: {reason}", reason=reason))
 
     def recover(self, timeout: float | None = None) -> None:
         """Wait for all ranks, then restart with empty state."""
@@ -159,7 +151,7 @@ class _ThreadWorld:
                     torch.cuda.synchronize(works[0].op.device)
             except Exception as problem:
                 submitted = "; ".join(f"rank {rank}: {work.op}" for rank, work in enumerate(works))
-                error = GroupError(
+                error = errors.GroupError(
                     f"{self.name}: an operation could not be carried out: {problem}. Submitted: {submitted}. "
                     "Ranks must agree on the sizes they send and receive."
                 )
@@ -171,7 +163,7 @@ class _ThreadWorld:
         if gave_up:
             op, joined = works[0].op, [r for r in range(self.size) if r not in gave_up]
             text = f"{op} of {self.name}: ranks {gave_up} timed out before the others joined. Use a longer timeout."
-            return CollectiveTimeout(text, op=op.signature, joined=joined, missing=gave_up)
+            return errors.CollectiveTimeout(text, op=op.signature, joined=joined, missing=gave_up)
         # Labels are for humans and may differ between ranks. The Verified wrapper compares them too.
         signatures = [work.op.signature for work in works]
         return mismatch(self.name, signatures, compared=[replace(s, label="") for s in signatures])
@@ -230,7 +222,9 @@ class _ThreadWorld:
             joined = sorted(self._recovering)
             self._recovering.discard(rank)
         late = f"recovery of {self.name} on rank {rank}: ranks {missing} have not called recover() in {timeout:.3g} s"
-        raise CollectiveTimeout(f"{late}. Every rank must call it after a failure.", joined=joined, missing=missing)
+        raise errors.CollectiveTimeout(
+            f"{late}. Every rank must call it after a failure.", joined=joined, missing=missing
+        )
 
     def leave(self, rank: int) -> None:
         with self._lock:
@@ -241,9 +235,9 @@ class _ThreadWorld:
             work.fail(_left(work, rank))
 
 
-def _left(work: Work, rank: int) -> PeerLost:
-    text = f"{work.ledger.where(work)}: rank {rank} has closed its group and will not join. {UNEVEN}."
-    return PeerLost(text, rank=rank, op=work.op.signature)
+def _left(work: Work, rank: int) -> errors.PeerLost:
+    text = f"{work.ledger.where(work)}: rank {rank} has closed its group and will not join. {errors.UNEVEN}."
+    return errors.PeerLost(text, rank=rank, op=work.op.signature)
 
 
 def _fits(work: Work, rank: int, other: Work, other_rank: int) -> bool:
@@ -259,7 +253,7 @@ def _deliver(send: Work, source: int, recv: Work) -> None:
         work.ledger.started(work, now)
     try:
         if value.dtype != place.dtype or value.numel() != place.numel():
-            raise CollectiveMismatch(
+            raise errors.CollectiveMismatch(
                 f"{recv.ledger.name}: rank {source} sends {send.op} but rank {recv.ledger.rank} receives {recv.op}. "
                 "Both sides need the same dtype and number of elements.",
                 ops={source: send.op.signature, recv.ledger.rank: recv.op.signature},

@@ -19,14 +19,7 @@ from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.policies import NonFinite, check_policies
-from gradwire.reducer.checks.nonfinite_report import (
-    NonFiniteHandler,
-    NonFiniteReport,
-    RankFindings,
-    StepSkipped,
-    any_rank,
-    exchange,
-)
+from gradwire.reducer.checks import nonfinite_report
 from gradwire.reducer.checks.nonfinite_search import Found, Look, Search, examine, narrowest
 from gradwire.reducer.hook.hook_states import StepFork
 from gradwire.reducer.hook.runner import HookRunner
@@ -68,7 +61,7 @@ class FsdpChecks:
         check_policies(nonfinite=(nonfinite, NonFinite))
         self._group = group
         self._policy = nonfinite
-        self._handler = NonFiniteHandler(nonfinite)
+        self._handler = nonfinite_report.NonFiniteHandler(nonfinite)
         self._modules: list[CheckedModule] = []
         self._names: list[str] = []
         self._shapes: list[tuple[int, ...]] = []
@@ -141,22 +134,24 @@ class FsdpChecks:
         for fork in self._forks:
             (fork.commit if rejected is None else fork.drop)()
         for module in self._modules:
-            for parameter in module.parameters if isinstance(rejected, StepSkipped) else ():
+            for parameter in module.parameters if isinstance(rejected, nonfinite_report.StepSkipped) else ():
                 parameter.grad = None
-        if rejected is not None and not isinstance(rejected, StepSkipped):
+        if rejected is not None and not isinstance(rejected, nonfinite_report.StepSkipped):
             raise rejected.error
 
-    def _report(self, seen: Sequence[tuple[Look, int, bool]], device: torch.device) -> NonFiniteReport | None:
+    def _report(
+        self, seen: Sequence[tuple[Look, int, bool]], device: torch.device
+    ) -> nonfinite_report.NonFiniteReport | None:
         gradients: list[Found] = []
         averages: list[Found] = []
         for (_, first, is_average), found in zip(seen, examine([look for look, _, _ in seen]), strict=True):
             whole = [each._replace(parameter=each.parameter + first) for each in found]
             (averages if is_average else gradients).extend(whole)
-        if not any_rank(bool(gradients or averages), self._group, device):
+        if not nonfinite_report.any_rank(bool(gradients or averages), self._group, device):
             return None
-        findings = exchange(self._group, gradients, averages, device=device)
+        findings = nonfinite_report.exchange(self._group, gradients, averages, device=device)
         module = self._module_of(findings)
-        return NonFiniteReport(
+        return nonfinite_report.NonFiniteReport(
             findings,
             self._names,
             self._shapes,
@@ -167,7 +162,7 @@ class FsdpChecks:
             advice=module.advice,
         )
 
-    def _module_of(self, findings: Sequence[RankFindings]) -> CheckedModule:
+    def _module_of(self, findings: Sequence[nonfinite_report.RankFindings]) -> CheckedModule:
         """The module that the report is about."""
         found = [one.gradient for one in findings if one.gradient] or [one.average for one in findings if one.average]
         firsts = [module.first for module in self._modules]

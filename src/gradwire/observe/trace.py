@@ -79,12 +79,8 @@ def fault_events(directory: Path, rings: Sequence[Ring]) -> Iterator[Event]:
         shift = int(header["started"]) - int(header["started_wall"]) - beginning(aligned(ranks_apart(rings)))
         places = {ring.header.get("member"): ring.rank for ring in rings}
         for fault in faults:
-            place = {
-                "pid": places.get(fault.member, rings[0].rank),
-                "tid": _STEP,
-                "ts": (fault.time * 1e9 + shift) / 1e3,
-            }
-            yield {"ph": "i", "name": fault.text, "s": "g", "cat": "fault", **place}
+            event = {"ph": "i", "name": fault.text, "s": "g", "cat": "fault", "tid": _STEP}
+            yield {**event, "pid": places.get(fault.member, rings[0].rank), "ts": (fault.time * 1e9 + shift) / 1e3}
 
 
 def beginning(rings: Sequence[Ring]) -> int:

@@ -8,16 +8,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from gradwire.errors import (
-    GroupAborted,
-    LayoutError,
-    NoTrainableParameters,
-    ShardedParameter,
-    UninitializedError,
-    UsageError,
-    UsageTypeError,
-    again,
-)
+from gradwire import errors
 from gradwire.groups.base import Group
 from gradwire.parallel.module_state import ModuleState
 from gradwire.reducer import ParameterSpec
@@ -29,13 +20,13 @@ def check_module(what: str, module: object) -> None:
     """Raise if `module` is not a module, before any attribute is accessed."""
     if not isinstance(module, nn.Module):
         given = f"the class {module.__name__}" if isinstance(module, type) else repr(module)
-        raise UsageTypeError(f"{what}(...): the model must be a torch.nn.Module, got {given}.")
+        raise errors.UsageTypeError(f"{what}(...): the model must be a torch.nn.Module, got {given}.")
 
 
 def check_engine_thread(group: Group, parameters: list[nn.Parameter]) -> None:
     """Refuse a setup that would deadlock: a backward that waits in autograd's thread for a rank that needs the same thread."""
     if group.in_one_process and group.size > 1 and any(p.device.type == "cuda" for p in parameters):
-        raise UsageError(
+        raise errors.UsageError(
             f"replicating a model on {parameters[0].device} over {group}: its ranks are threads of one process, whose autograd "
             "engine has one thread per CUDA device, so they would wait for each other forever. Use ranks in processes."
         )
@@ -43,8 +34,8 @@ def check_engine_thread(group: Group, parameters: list[nn.Parameter]) -> None:
 
 def check_not_aborted(group: Group) -> None:
     """Raise the group's failure, with advice: a new model, unlike a forward, does not recover a group."""
-    if isinstance(group.failure, GroupAborted):
-        error = again(group.failure)
+    if isinstance(group.failure, errors.GroupAborted):
+        error = errors.again(group.failure)
         error.add_note(
             "The group was aborted before this model was built on it. Call group.recover() on every rank first; the next forward "
             "of a model whose step failed does it too."
@@ -63,12 +54,12 @@ def check_hooked(
         name = plain_name(full_name)
         # While mixed precision has put others in place of them, these are not leaves.
         if name in ours and parameter is not ours[name] and parameter.is_leaf:
-            raise LayoutError(
+            raise errors.LayoutError(
                 f"{which} {name} has been replaced since the model was replicated, so its gradient is not averaged. Replace "
                 "parameters first, then replicate."
             )
     if intake.hooks is not None and (displaced := intake.hooks.displaced()):
-        raise LayoutError(
+        raise errors.LayoutError(
             f"{which} {', '.join(names[i] for i in displaced)} was converted to another dtype or device, and back, since the model "
             "was replicated, so its gradient is not averaged. Convert parts of a model first, then replicate."
         )
@@ -83,7 +74,7 @@ def trainable_parameters(
     names, parameters, specs = [], [], []
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
-            raise UninitializedError(
+            raise errors.UninitializedError(
                 "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy forward "
                 f"pass to correctly initialize the modules. Uninitialized: {name}."
             )
@@ -94,7 +85,7 @@ def trainable_parameters(
             parameters.append(parameter)
             specs.append(ParameterSpec.of(names[-1], parameter, sparse=sparse))
     if not parameters:
-        raise NoTrainableParameters(
+        raise errors.NoTrainableParameters(
             "DistributedDataParallel is not needed when a module doesn't have any parameters that require a gradient."
         )
     return names, parameters, specs
@@ -105,7 +96,7 @@ def refuse_meta_tensors(module: nn.Module, ignore: Collection[str]) -> None:
     named = [*module.named_parameters(), *module.named_buffers()]
     found = [name for name, tensor in named if tensor.is_meta and name not in ignore]
     if found:
-        raise UninitializedError(
+        raise errors.UninitializedError(
             f"replicating {type(module).__name__}: {_listed(found)} are on the meta device and have no values. Allocate them first "
             "with model.to_empty(device=...) and initialize them, or load a checkpoint with load_state_dict(..., assign=True)."
         )
@@ -119,7 +110,7 @@ def refuse_dtensors(doing: str, module: nn.Module, ignore: Collection[str]) -> N
     named = [*module.named_parameters(), *module.named_buffers()]
     found = [name for name, tensor in named if isinstance(tensor, tensors.DTensor) and name not in ignore]
     if found:
-        raise ShardedParameter(
+        raise errors.ShardedParameter(
             f"{doing} {type(module).__name__}: {_listed(found)} are DTensors, from fully_shard or parallelize_module, but buckets "
             "hold plain tensors. To average over replicas of a sharded model, call fully_shard with a 2-D device mesh; "
             "interop.as_fsdp_hook uses a gradwire hook there. Parameters in `ignore` (DDP: "

@@ -20,16 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from gradwire.errors import (
-    CollectiveMismatch,
-    CollectiveTimeout,
-    GradwireError,
-    GroupAborted,
-    LayoutError,
-    NonFiniteGradient,
-    PeerLost,
-    ReplicasDiverged,
-)
+from gradwire import errors
 from gradwire.runtime.private_file import read_private, write_private
 
 NEAR = 1.0
@@ -69,7 +60,7 @@ class RankError:
     @classmethod
     def of(cls, error: BaseException, rank: int, *, step: int | None = None, thread: str = "") -> RankError:
         """Describe `error`, of which nothing is kept."""
-        ours = next((cause for cause in _causes(error) if isinstance(cause, GradwireError)), None)
+        ours = next((cause for cause in _causes(error) if isinstance(cause, errors.GradwireError)), None)
         known = getattr(ours, "step", None)
         culprits, summary = _subject(ours)
         return cls(
@@ -125,21 +116,21 @@ def name_ranks(ranks: Sequence[int], one: str = "", several: str = "") -> str:
     return (f"ranks {text} {several or one}" if len(ranks) > 1 else f"rank {text} {one}").rstrip()
 
 
-def _subject(error: GradwireError | None) -> tuple[tuple[int, ...], str]:
+def _subject(error: errors.GradwireError | None) -> tuple[tuple[int, ...], str]:
     """The ranks that an error is about, and what it states about them."""
     match error:
-        case PeerLost(rank=int(rank)):
+        case errors.PeerLost(rank=int(rank)):
             return (rank,), f"rank {rank} was lost"
-        case CollectiveTimeout(missing=(_, *_) as ranks):
+        case errors.CollectiveTimeout(missing=(_, *_) as ranks):
             return tuple(ranks), name_ranks(ranks, "was missing", "were missing")
-        case LayoutError(ranks=(_, *_) as ranks):
+        case errors.LayoutError(ranks=(_, *_) as ranks):
             return tuple(ranks), name_ranks(ranks, "has other parameters", "have other parameters")
-        case NonFiniteGradient(rank=int(rank)):
+        case errors.NonFiniteGradient(rank=int(rank)):
             return (rank,), f"on rank {rank} the gradient of {error.parameter or 'a parameter'} is not finite"
-        case ReplicasDiverged(ranks=(_, *_) as ranks):
+        case errors.ReplicasDiverged(ranks=(_, *_) as ranks):
             where = f"in {error.parameters[0]}" if error.parameters else "in its parameters"
             return tuple(ranks), name_ranks(ranks, f"differs {where}", f"differ {where}")
-        case CollectiveMismatch():
+        case errors.CollectiveMismatch():
             ops = list(error.ops.values())
             odd = tuple(rank for rank, op in error.ops.items() if op != max(ops, key=ops.count))
             return odd, name_ranks(odd, "submitted another operation than the others") if odd else ""
@@ -147,9 +138,9 @@ def _subject(error: GradwireError | None) -> tuple[tuple[int, ...], str]:
 
 
 def _consequence(error: BaseException) -> int:
-    if isinstance(error, (PeerLost, GroupAborted)) or type(error).__name__ in _TORCHS:
+    if isinstance(error, (errors.PeerLost, errors.GroupAborted)) or type(error).__name__ in _TORCHS:
         return 2
-    return int(isinstance(error, CollectiveTimeout))
+    return int(isinstance(error, errors.CollectiveTimeout))
 
 
 def _message(error: BaseException) -> str:

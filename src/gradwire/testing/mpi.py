@@ -31,18 +31,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from gradwire.errors import GroupError, UsageError
-from gradwire.testing.pool import worker
+from gradwire.testing.pool import protocol, worker
 from gradwire.testing.pool.pool import RankPool
 from gradwire.testing.pool.process import QUICK_START, Spawn, WorkerHandle, ending
-from gradwire.testing.pool.protocol import (
-    ABORT_GRACE,
-    MESSAGE_LIMIT,
-    START_LIMIT,
-    JobContext,
-    RankResult,
-    receive,
-    send,
-)
 
 FRESH = "from gradwire.testing.mpi import work"
 """The program of a rank for a single job."""
@@ -103,7 +94,7 @@ class MPILaunch:
 
     def meet(self) -> Iterator[MPIRank]:
         """The ranks, in order, once all have connected."""
-        deadline = time.monotonic() + START_LIMIT
+        deadline = time.monotonic() + protocol.START_LIMIT
         came: dict[int, MPIRank] = {}
         try:
             while len(came) < self.size:
@@ -111,7 +102,9 @@ class MPILaunch:
                 ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
                 if self._listener not in ready:
                     what = (
-                        ending(self._mpirun.poll()) if ready else f"had started {len(came)} after {START_LIMIT:.0f} s"
+                        ending(self._mpirun.poll())
+                        if ready
+                        else f"had started {len(came)} after {protocol.START_LIMIT:.0f} s"
                     )
                     raise GroupError(
                         f"starting {self.size} ranks: mpirun {what}. Look at its output; try "
@@ -144,7 +137,7 @@ class MPILaunch:
         for rank in self.ranks:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(rank.alive, signal.SIGKILL)
-            rank.wait(MESSAGE_LIMIT)
+            rank.wait(protocol.MESSAGE_LIMIT)
         os.close(self._alive)
         shutil.rmtree(self._folder, ignore_errors=True)
         if status != 0:
@@ -156,7 +149,7 @@ class MPILaunch:
 
     def _wait(self) -> int | None:
         with suppress(subprocess.TimeoutExpired):
-            self._mpirun.wait(ABORT_GRACE)
+            self._mpirun.wait(protocol.ABORT_GRACE)
         return self._mpirun.poll()
 
 
@@ -166,8 +159,8 @@ class MPIRank(WorkerHandle):
     def __init__(self, launch: MPILaunch, control: socket.socket, pid: int) -> None:
         super().__init__()
         self._launch = launch
-        control.settimeout(MESSAGE_LIMIT)
-        self.rank = receive(control)
+        control.settimeout(protocol.MESSAGE_LIMIT)
+        self.rank = protocol.receive(control)
         socket.send_fds(control, [b"."], [self._stack, self._dumped_there, *launch.streams])
         self._take(control, pid)
         self._released = False
@@ -223,7 +216,7 @@ class MPIPool(RankPool):
 class MPIWorlds(dict[int, MPIPool]):
     """Warm worlds by their size, each started when first needed. They end with `close()` or with the interpreter."""
 
-    def run(self, job: Callable[[JobContext], object], n: int, **options: Any) -> list[RankResult]:
+    def run(self, job: Callable[[protocol.JobContext], object], n: int, **options: Any) -> list[protocol.RankResult]:
         """Run `job(context)` on the world of `n` ranks: see `RankPool.run`."""
         if n not in self:
             self[n] = MPIPool()
@@ -274,7 +267,7 @@ def accept(listener: socket.socket) -> tuple[socket.socket, int] | None:
 def connect(folder: str) -> socket.socket:
     """A connection to the listener in `folder`."""
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(START_LIMIT)
+    connection.settimeout(protocol.START_LIMIT)
     with _address(folder) as address:
         connection.connect(address)
     return connection
@@ -298,13 +291,13 @@ def work(folder: str, store: str, *, warm: bool = False) -> None:
     if warm:
         importlib.import_module("mpi4py.MPI").COMM_WORLD.Barrier()
     connection = connect(folder)
-    send(connection, int(os.environ["OMPI_COMM_WORLD_RANK"]))
+    protocol.send(connection, int(os.environ["OMPI_COMM_WORLD_RANK"]))
     _, (stack, dumped, *streams), _, _ = socket.recv_fds(connection, 1, 4)
     for ours, theirs in enumerate(streams, start=1):
         os.dup2(theirs, ours)
         os.close(theirs)
     connection.settimeout(None)
-    worker.work((connection.detach(), stack, dumped), store, 0, notice=ABORT_GRACE, warm=warm)
+    worker.work((connection.detach(), stack, dumped), store, 0, notice=protocol.ABORT_GRACE, warm=warm)
 
 
 work_warm = functools.partial(work, warm=True)

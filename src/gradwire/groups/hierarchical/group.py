@@ -35,15 +35,8 @@ from gradwire.groups.c10d import C10dGroup
 from gradwire.groups.failure.membership import Membership
 from gradwire.groups.failure.monitor import Monitor
 from gradwire.groups.forked import finalize_here
+from gradwire.groups.hierarchical import subgroups
 from gradwire.groups.hierarchical.discovery import discover_from_groups, discover_hosts
-from gradwire.groups.hierarchical.subgroups import (
-    GroupParts,
-    chained,
-    for_part,
-    in_terms_of_whole,
-    interrupted,
-    make_parts,
-)
 from gradwire.groups.hierarchical.two_level_programs import TwoLevel
 from gradwire.groups.ledger import Arrivals
 from gradwire.groups.shared_memory import SharedMemoryGroup
@@ -83,7 +76,7 @@ class HierarchicalGroup(Group):
             raise UsageError(f"{type(self).__name__}: a layout was given, but no rank. Pass rank= as well.")
         else:
             group_id = None if messages is None else messages.ledger.events.child_id("hierarchical")
-        parts = GroupParts(layout, rank, inside, across, messages)
+        parts = subgroups.GroupParts(layout, rank, inside, across, messages)
         timeout = inside.timeout if timeout is None else timeout
         super().__init__(rank, layout.size, name=name or "hierarchical", timeout=timeout)
         self.layout = layout
@@ -151,7 +144,7 @@ class HierarchicalGroup(Group):
 
         with rendezvous.meeting(base):
             layout = discover_hosts(rendezvous, host_identity() if host is None else host)
-            made = make_parts(layout, rendezvous, inside=partial(make, inside), across=partial(make, across))
+            made = subgroups.make_parts(layout, rendezvous, inside=partial(make, inside), across=partial(make, across))
             with made as parts:
                 return cls(**parts, store=PrefixStore(base, store), name=name, timeout=timeout)
 
@@ -215,11 +208,11 @@ class HierarchicalGroup(Group):
         except CollectiveTimeout as error:
             self._known = self._parts.in_whole(part, error.joined, error.missing)
             late = self.ledger.timed_out(work, min(work.timeout, time.perf_counter() - work.started))
-            work.fail(chained(late, error))
+            work.fail(subgroups.chained(late, error))
         except Exception as error:
             work.fail(self._in_terms_of_whole(part, error, work, work.place))
         except BaseException as error:  # Ctrl-C, in the caller's thread: the others take steps that this rank will not
-            work.fail(interrupted(work, error))
+            work.fail(subgroups.interrupted(work, error))
             if not is_kept(error):
                 raise
         finally:
@@ -227,7 +220,7 @@ class HierarchicalGroup(Group):
 
     def _in_terms_of_whole(self, part: Group, error: Exception, work: Work | None, place: int = 0) -> Exception:
         where, membership = self.ledger.where(work), self._monitor.membership
-        return in_terms_of_whole(error, self._parts.members[part], where, membership, place)
+        return subgroups.in_terms_of_whole(error, self._parts.members[part], where, membership, place)
 
     def _pass_on(self, op: Collective) -> Work:
         op.check(self.rank, self.size)
@@ -308,7 +301,7 @@ class HierarchicalGroup(Group):
             return messages.subgroup([ranks[r] for r in members], name=f"{name}/{part}")
 
         watched = nullcontext() if self._store is None else rendezvous.meeting(rendezvous.next_key("gradwire/parts"))
-        with watched, make_parts(layout, rendezvous, inside=inside, across=across) as parts:
+        with watched, subgroups.make_parts(layout, rendezvous, inside=inside, across=across) as parts:
             return type(self)(**parts, store=None if self._store is None else store, name=name, timeout=self.timeout)
 
     # -- failures and the end: see Note [One failure] ------------------------------------------------------------------
@@ -335,7 +328,7 @@ class HierarchicalGroup(Group):
         if not isinstance(error, CollectiveTimeout):
             self._monitor.report(error)
         for part, members in self._parts.members.items():
-            part.fail(for_part(error, members, self.name))
+            part.fail(subgroups.for_part(error, members, self.name))
 
     def _look_at_peers(self) -> None:
         """At the membership, and in the parts."""

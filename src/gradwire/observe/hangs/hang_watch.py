@@ -23,19 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradwire.observe.hangs.analysis import (
-    SOFT_DEADLINE,
-    TIMES_USUAL,
-    Cause,
-    LongWait,
-    Stall,
-    Suspect,
-    find_suspects,
-    find_waiting,
-    is_same,
-    parameters_of,
-    process_cause,
-)
+from gradwire.observe.hangs import analysis
 from gradwire.observe.hangs.hang_report import as_dict, report_lines, standing
 from gradwire.observe.hangs.stacks import Stack, user_line
 from gradwire.observe.rings.rank_progress import RankProgress
@@ -63,9 +51,9 @@ class _Report:
     """None: there are too many."""
     facts: dict[str, Any] = field(default_factory=dict)
     longest: float = 0.0
-    wait: LongWait | Stall | None = None
+    wait: analysis.LongWait | analysis.Stall | None = None
     """The one that has not ended."""
-    suspects: Sequence[Suspect] = ()
+    suspects: Sequence[analysis.Suspect] = ()
     began: float = 0.0
     """On the monotonic clock."""
     is_printed: bool = False
@@ -73,13 +61,13 @@ class _Report:
     @property
     def record(self) -> Record | None:
         """Of the collective, if it is recorded."""
-        return self.wait.record if isinstance(self.wait, LongWait) else None
+        return self.wait.record if isinstance(self.wait, analysis.LongWait) else None
 
 
 class HangWatch:
     """Reports hangs of the ranks of `run` that are on this host: collectives that have taken longer than `deadline` seconds."""
 
-    def __init__(self, run: RunFollower, *, deadline: float = SOFT_DEADLINE) -> None:
+    def __init__(self, run: RunFollower, *, deadline: float = analysis.SOFT_DEADLINE) -> None:
         self.run = run
         self.deadline = deadline
         """Seconds after which a wait is reported."""
@@ -90,12 +78,12 @@ class HangWatch:
         """When `check_if_due` looks again."""
 
     @property
-    def waiting(self) -> LongWait | None:
+    def waiting(self) -> analysis.LongWait | None:
         """The collective in which ranks of this host have waited for longest, if longer than the deadline. Of a run that is
         over: in which they waited at its end."""
         if self.run.is_over:
-            return find_waiting(self.run.local_ranks, self.run.now, deadline=-math.inf, failed=True)
-        return find_waiting(self.run.local_ranks, time.monotonic_ns(), deadline=self.deadline)
+            return analysis.find_waiting(self.run.local_ranks, self.run.now, deadline=-math.inf, failed=True)
+        return analysis.find_waiting(self.run.local_ranks, time.monotonic_ns(), deadline=self.deadline)
 
     def check_if_due(self) -> list[str]:
         """`check`, if it is time for it. An error ends the watch and not the run."""
@@ -142,14 +130,14 @@ class HangWatch:
         idle = idle_seconds(self.run.local_ranks, time.monotonic_ns(), deadline=self.deadline)
         stalled = waiting is None and idle is not None
         for report in self._reports.values():
-            if isinstance(wait := report.wait, LongWait):
+            if isinstance(wait := report.wait, analysis.LongWait):
                 goes_on = any(member.waits_in(wait.record) for member in wait.members)
             else:
                 goes_on = wait is None or stalled
             if not goes_on:
                 lines += self._ended(report)
         known = [report.record for report in self._reports.values() if report.record is not None]
-        if waiting is not None and not any(is_same(record, waiting.record) for record in known):
+        if waiting is not None and not any(analysis.is_same(record, waiting.record) for record in known):
             self._report_of(waiting, self.suspects(waiting))
         elif stalled and not self._looked_at_stall and (found := self.stall()) is not None:
             self._report_of(*found)
@@ -160,9 +148,11 @@ class HangWatch:
                 lines += self._print(report)
         return lines
 
-    def _report_of(self, wait: LongWait | Stall | None, suspects: Sequence[Suspect]) -> _Report:
+    def _report_of(
+        self, wait: analysis.LongWait | analysis.Stall | None, suspects: Sequence[analysis.Suspect]
+    ) -> _Report:
         """The report of waits like this one, which has not ended."""
-        record = wait.record if isinstance(wait, LongWait) else None
+        record = wait.record if isinstance(wait, analysis.LongWait) else None
         what = None if record is None else (record.group_id, record.op, record.label)
         place = what, tuple((one.rank, one.cause) for one in suspects)
         number = len(self._reports) + 1
@@ -174,7 +164,11 @@ class HangWatch:
 
     def _ended(self, report: _Report) -> list[str]:
         wait, record, report.wait = report.wait, report.record, None
-        if record is not None and isinstance(wait, LongWait) and any(m.has_failed(record) for m in wait.members):
+        if (
+            record is not None
+            and isinstance(wait, analysis.LongWait)
+            and any(m.has_failed(record) for m in wait.members)
+        ):
             return []
         seconds = time.monotonic() - report.began
         report.longest = max(report.longest, seconds)
@@ -189,7 +183,7 @@ class HangWatch:
         again = f"further waits like it are reported after {_TIMES_LONGEST * report.longest:.0f} s"
         return [f"{what} after {seconds:.1f} s: ranks continue; {again}"]
 
-    def stall(self) -> tuple[Stall, list[Suspect]] | None:
+    def stall(self) -> tuple[analysis.Stall, list[analysis.Suspect]] | None:
         """Ranks of this host whose collectives are not recorded and that wait, and those that they wait for."""
         ranks = self.run.local_ranks
         seconds = idle_seconds(ranks, self.run.now, deadline=self.deadline)
@@ -197,28 +191,32 @@ class HangWatch:
             return None
         return find_stall(ranks, seconds, state=self.run.state, stacks=self.run.stacks(ranks))
 
-    def suspects(self, waiting: LongWait, *, within: float = 1.0) -> list[Suspect]:
+    def suspects(self, waiting: analysis.LongWait, *, within: float = 1.0) -> list[analysis.Suspect]:
         """The ranks that keep the others waiting, by a look at their processes, which have so many seconds to answer."""
         self.run.read_descriptions()
         stacks = functools.partial(self.run.stacks, within=within)
-        return find_suspects(waiting, state=self.run.state, stacks=stacks, ask=self.run.ask)
+        return analysis.find_suspects(waiting, state=self.run.state, stacks=stacks, ask=self.run.ask)
 
     def _rank_ended(self, rank: int) -> list[str]:
         self.run.look()
         ended = self.run.ranks.get(rank)
         if ended is None:
             return []
-        waiting = find_waiting(self.run.local_ranks, time.monotonic_ns(), deadline=-math.inf, failed=True)
+        waiting = analysis.find_waiting(self.run.local_ranks, time.monotonic_ns(), deadline=-math.inf, failed=True)
         suspects = [] if waiting is None else self.suspects(waiting)
         # Others may just not have reached the operation when it ended.
-        suspects = [one for one in suspects if one.state is ProcessState.GONE or one.cause is Cause.DIFFERENT]
+        suspects = [one for one in suspects if one.state is ProcessState.GONE or one.cause is analysis.Cause.DIFFERENT]
         if not suspects:
             self.run.read_descriptions()
             record = next((r for r in reversed(ended.last) if r.model), None)
             bucket = -1 if record is None else ended.missing_bucket(record.group_id, record.model)
-            names = () if record is None else parameters_of(record, bucket, list(self.run.ranks.values()))
+            names = () if record is None else analysis.parameters_of(record, bucket, list(self.run.ranks.values()))
             pid = int(ended.header["pid"])
-            suspects.append(Suspect(rank, pid, Cause.DEAD, ProcessState.GONE, bucket=bucket, parameters=tuple(names)))
+            suspects.append(
+                analysis.Suspect(
+                    rank, pid, analysis.Cause.DEAD, ProcessState.GONE, bucket=bucket, parameters=tuple(names)
+                )
+            )
         line = standing(ended, self.run.state(ended), time.monotonic_ns())
         report = self._report_of(waiting, suspects)
         lines = self._print(report)
@@ -249,7 +247,7 @@ def report_for_error(directory: Path) -> list[str]:
     run = RunFollower(directory, tail=_TAIL_FOR_ERROR)
     try:
         run.look()
-        waiting = find_waiting(run.local_ranks, run.now, deadline=-math.inf, failed=True)
+        waiting = analysis.find_waiting(run.local_ranks, run.now, deadline=-math.inf, failed=True)
         if waiting is None:
             return []
         suspects = HangWatch(run).suspects(waiting, within=_WITHIN_FOR_ERROR)
@@ -258,13 +256,13 @@ def report_for_error(directory: Path) -> list[str]:
         run.close()
 
 
-def idle_seconds(ranks: Sequence[RankProgress], now: int, *, deadline: float = SOFT_DEADLINE) -> float | None:
+def idle_seconds(ranks: Sequence[RankProgress], now: int, *, deadline: float = analysis.SOFT_DEADLINE) -> float | None:
     """For how long no rank has made progress, if that is longer than `deadline` and ten times as long as a step. None where
     groups of gradwire are recorded, whose collectives show more, and before the first step."""
     if len(ranks) < 2 or any((rank.groups or not rank.forwards) and not rank.member for rank in ranks):
         return None
     seconds = min(((now - rank.last[-1].time) / 1e9 for rank in ranks if rank.last), default=0.0)
-    usual = TIMES_USUAL * max(rank.usual_step for rank in ranks)
+    usual = analysis.TIMES_USUAL * max(rank.usual_step for rank in ranks)
     return seconds if seconds > max(deadline, usual) else None
 
 
@@ -274,7 +272,7 @@ def find_stall(
     *,
     state: Callable[[RankProgress], ProcessState],
     stacks: Mapping[int, Sequence[Stack]],
-) -> tuple[Stall, list[Suspect]] | None:
+) -> tuple[analysis.Stall, list[analysis.Suspect]] | None:
     """The ranks that wait, and those that they wait for. None if all wait or none does, which shows no cause."""
     waiting, suspects = [], []
     for rank in ranks:
@@ -285,11 +283,11 @@ def find_stall(
         if any(part in frame.file for frame in inner for part in _TORCH_WAITS):
             waiting.append((rank, where))
         else:
-            cause = process_cause(state(rank), main)
+            cause = analysis.process_cause(state(rank), main)
             pid = int(rank.header["pid"])
-            suspects.append(Suspect(rank.rank, pid, cause, state(rank), frames, where, member=rank.member))
+            suspects.append(analysis.Suspect(rank.rank, pid, cause, state(rank), frames, where, member=rank.member))
     if not waiting or not suspects:
         return None
     numbers = tuple(sorted(rank.rank for rank, _ in waiting))
     why = {"why": "in a change of members"} if waiting[0][0].member else {}
-    return Stall(seconds, numbers, max(rank.step for rank, _ in waiting), waiting[0][1], **why), suspects
+    return analysis.Stall(seconds, numbers, max(rank.step for rank, _ in waiting), waiting[0][1], **why), suspects

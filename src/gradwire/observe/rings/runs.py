@@ -85,15 +85,8 @@ def clear_run(run: Path) -> None:
     (run / FILE).unlink(missing_ok=True)  # in any case, as the next run has yet to end
     if _is_in_use(run):
         return
-    for kind in (
-        "rank-*.ring",
-        "rank-*.names",
-        "rank-*.stacks",
-        "rank-*.awaited",
-        "hang-*.json",
-        "rank-*error",
-        FAULTS,
-    ):
+    ours = [f"rank-*{suffix}" for suffix in (".ring", ".names", ".stacks", ".awaited", "error")]
+    for kind in (*ours, "hang-*.json", FAULTS):
         for path in run.glob(kind):
             path.unlink(missing_ok=True)
 

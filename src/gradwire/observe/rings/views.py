@@ -61,9 +61,7 @@ def read_faults(directory: Path) -> list[ProcessFault]:
         try:
             facts = printable(json.loads(line))
             kind, member = str(facts["kind"]), str(facts["member"])
-            text = (
-                facts.get("text") or f"injected fault: {kind} at {facts['place']} of step {facts['step']} on {member}"
-            )
+            text = facts.get("text") or "injected fault: {kind} at {place} of step {step} on {member}".format(**facts)
             found.append(ProcessFault(float(facts["time"]), member, kind, str(text)))
         except (LookupError, RecursionError, TypeError, ValueError):
             continue

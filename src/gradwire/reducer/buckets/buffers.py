@@ -153,9 +153,8 @@ class _Copies:
         with below_autograd():
             try:
                 torch._foreach_copy_(self._places, self._values)
-            except (
-                RuntimeError
-            ):  # a sparse or lazily conjugate one: looking for them costs as much as copying small ones
+            except RuntimeError:
+                # Some are sparse or lazily conjugate: to look for them first would cost as much as to copy small ones.
                 self._run_one_by_one()
 
     def _run_one_by_one(self) -> None:

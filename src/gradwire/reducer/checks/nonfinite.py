@@ -28,15 +28,8 @@ from gradwire.policies import NonFinite
 from gradwire.recorder import writer
 from gradwire.reducer.buckets.buffers import ZeroBucket
 from gradwire.reducer.buckets.layout import ParameterSpec
+from gradwire.reducer.checks import nonfinite_report
 from gradwire.reducer.checks.late import LateCheck, LateChecks
-from gradwire.reducer.checks.nonfinite_report import (
-    NonFiniteHandler,
-    NonFiniteReport,
-    StepRejected,
-    StepSkipped,
-    any_rank,
-    exchange,
-)
 from gradwire.reducer.checks.nonfinite_search import Found, NonFiniteKind, Search, StepCheck
 from gradwire.reducer.hook.driver import Finished, Pending
 from gradwire.reducer.hook.hook_states import StepFork
@@ -59,7 +52,7 @@ class NonFiniteChecked:
         self._inner = inner
         self._specs = list(specs)
         self._policy = policy
-        self._handler = NonFiniteHandler(policy)
+        self._handler = nonfinite_report.NonFiniteHandler(policy)
         self._overwritten, self._in_torchs_ddp = overwritten, in_torchs_ddp
         self._late = LateChecks(self._specs, skips=policy is not NonFinite.RECORD)
         self._search = Search([spec.name for spec in specs])
@@ -136,12 +129,12 @@ class NonFiniteChecked:
         if self._fork is not None:
             self._fork.commit()
 
-    def _verify(self, check: StepCheck, step: int) -> StepRejected | None:
+    def _verify(self, check: StepCheck, step: int) -> nonfinite_report.StepRejected | None:
         inner, earlier = self._inner, self._late.take(self._inner)
         inner.optimizers.skip_if = None
         late = self._late.enqueue(check, inner, step=step) if self._is_late else None
         of_earlier = self._handle(earlier) if earlier is not None and earlier.flag.read() else None
-        if of_earlier is not None and not isinstance(of_earlier, StepSkipped):
+        if of_earlier is not None and not isinstance(of_earlier, nonfinite_report.StepSkipped):
             return of_earlier
         # After a skipped step the host waits: gradients that were not zeroed are added to those of this step.
         if late is not None:
@@ -157,18 +150,20 @@ class NonFiniteChecked:
         self._late.take(self._inner)
         self._inner.optimizers.skip_if = None
 
-    def _wait(self, check: StepCheck, step: int) -> StepRejected | None:
+    def _wait(self, check: StepCheck, step: int) -> nonfinite_report.StepRejected | None:
         averages = check.averages()
         if self._trusted:
             bad = bool(averages)  # on all ranks alike: see Note [What a healthy step costs]
         else:
-            bad = any_rank(bool(averages or check.gradients(kept=False)), self._inner.group, self._device)
+            bad = nonfinite_report.any_rank(
+                bool(averages or check.gradients(kept=False)), self._inner.group, self._device
+            )
         if not bad:
             return None
         gradients = check.gradients(kept=True)
         return self._report(gradients, averages, step=step, hook=self.name, trusted=self._trusted)
 
-    def _handle(self, late: LateCheck, *, later: bool = True) -> StepRejected | None:
+    def _handle(self, late: LateCheck, *, later: bool = True) -> nonfinite_report.StepRejected | None:
         return self._report(*late.check.released(), step=late.step, hook=late.hook, later=later)
 
     def _report(
@@ -180,10 +175,10 @@ class NonFiniteChecked:
         hook: str,
         trusted: bool = True,
         later: bool = False,
-    ) -> StepRejected | None:
+    ) -> nonfinite_report.StepRejected | None:
         group = self._inner.group
-        report = NonFiniteReport(
-            exchange(group, gradients, averages, device=self._device),
+        report = nonfinite_report.NonFiniteReport(
+            nonfinite_report.exchange(group, gradients, averages, device=self._device),
             [spec.name for spec in self._specs],
             [spec.shape for spec in self._specs],
             hook,
@@ -213,7 +208,7 @@ class NonFiniteChecked:
         """Wait for a result that would be read by the next step, and apply the policy. Every rank calls it."""
         late = self._late.take(self._inner)
         rejected = self._handle(late) if late is not None and late.flag.read() else None
-        if isinstance(rejected, StepSkipped):
+        if isinstance(rejected, nonfinite_report.StepSkipped):
             if self._bad_gradients_left():
                 for _, p in self._inner.named_parameters:
                     p.grad = None

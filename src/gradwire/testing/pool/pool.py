@@ -27,28 +27,8 @@ from gradwire.errors import ClosedError, GroupError, InternalError, UsageTypeErr
 from gradwire.groups.store.private_store import PrivateStore
 from gradwire.runtime.cleanup import on_failure
 from gradwire.runtime.fork_server import ForkServer
+from gradwire.testing.pool import protocol
 from gradwire.testing.pool.process import WARM, LocalWorker, Spawn, WorkerHandle, default_server, ending
-from gradwire.testing.pool.protocol import (
-    ABORT_GRACE,
-    CLOSE_LIMIT,
-    LEFTOVER_GRACE,
-    MESSAGE_LIMIT,
-    START_LIMIT,
-    TURN_LIMIT,
-    Answer,
-    Ended,
-    Fate,
-    Finish,
-    JobContext,
-    LeftBehind,
-    ProgressReport,
-    RankJob,
-    RankResult,
-    receive,
-    send,
-    ship,
-    unpack,
-)
 
 
 class RankPool:
@@ -78,15 +58,15 @@ class RankPool:
 
     def run(
         self,
-        job: Callable[[JobContext], object],
+        job: Callable[[protocol.JobContext], object],
         n: int,
         *,
         timeout: float = 60.0,
         lost: Collection[int] = (),
-        leftovers: LeftBehind = LeftBehind.RAISE,
+        leftovers: protocol.LeftBehind = protocol.LeftBehind.RAISE,
         name: str = "ranks",
         on_report: Callable[[Any], object] = lambda progress: None,
-    ) -> list[RankResult]:
+    ) -> list[protocol.RankResult]:
         """Run `job(context)`, e.g. a `GroupJob`, on `n` ranks and return each rank's outcome.
 
         Each report of a rank goes to `on_report` and extends the timeout. Raises only for problems of the pool itself.
@@ -97,7 +77,7 @@ class RankPool:
             self._staff(n)
             name = f"{name}-{next(self._numbers)}"
             try:
-                blob = ship(job, self._paths)
+                blob = protocol.ship(job, self._paths)
             except Exception as problem:
                 raise UsageTypeError(
                     f"{job!r} cannot be sent to rank processes: {type(problem).__name__}: {problem}. "
@@ -106,7 +86,7 @@ class RankPool:
             workers = self._workers[:n]
             try:
                 path = os.path.abspath(sys.path[0])  # the directory of the script, or of the notebook
-                jobs = [RankJob(rank, n, name, timeout, blob, path) for rank in range(n)]
+                jobs = [protocol.RankJob(rank, n, name, timeout, blob, path) for rank in range(n)]
                 return _Call(workers, lost, timeout, leftovers, on_report).finish(jobs)
             except BaseException:  # Ctrl-C, a test's own timeout: the state of the workers is unknown
                 for worker in workers:
@@ -119,8 +99,8 @@ class RankPool:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        if not self._turns.acquire(timeout=TURN_LIMIT):
-            raise GroupError(f"{self}: another call on this pool has not ended within {TURN_LIMIT:.0f} s.")
+        if not self._turns.acquire(timeout=protocol.TURN_LIMIT):
+            raise GroupError(f"{self}: another call on this pool has not ended within {protocol.TURN_LIMIT:.0f} s.")
         try:
             yield
         finally:
@@ -138,7 +118,7 @@ class RankPool:
             for worker in self._start(n - len(self._workers), self._stores[0].name):
                 fresh.append(worker)
                 self._workers.append(worker)
-            deadline = time.monotonic() + START_LIMIT
+            deadline = time.monotonic() + protocol.START_LIMIT
             for worker in fresh:
                 self._paths = _greet(worker, self._workers.index(worker), deadline)
 
@@ -194,10 +174,10 @@ def _greet(worker: WorkerHandle, rank: int, deadline: float) -> tuple[str, ...]:
     ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
     if worker.control in ready:
         with suppress(EOFError, OSError):
-            paths: tuple[str, ...] = receive(worker.control)
+            paths: tuple[str, ...] = protocol.receive(worker.control)
             return paths
     status = worker.wait(1.0 if ready else 0.0)
-    what = f"did not report within {START_LIMIT:.0f} s" if status is None else ending(status)
+    what = f"did not report within {protocol.START_LIMIT:.0f} s" if status is None else ending(status)
     raise GroupError(f"starting rank processes: that of rank {rank} {what}. Look at its output.")
 
 
@@ -206,7 +186,7 @@ def _dismiss(workers: list[WorkerHandle], stores: list[PrivateStore], server: Fo
         return
     for worker in workers:
         worker.control.close()  # all at once, then wait for each
-    deadline = time.monotonic() + ABORT_GRACE
+    deadline = time.monotonic() + protocol.ABORT_GRACE
     try:
         while workers:
             worker = workers.pop()
@@ -236,16 +216,16 @@ class _Call:
     _workers: Sequence[WorkerHandle]
     _lost: Collection[int]
     _timeout: float
-    _leftovers: LeftBehind
+    _leftovers: protocol.LeftBehind
     _on_report: Callable[[Any], object]
-    _outcomes: dict[int, RankResult] = field(default_factory=dict)
+    _outcomes: dict[int, protocol.RankResult] = field(default_factory=dict)
     _ended: set[int] = field(default_factory=set)
     _failing = False
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self._timeout
 
-    def finish(self, jobs: Sequence[RankJob]) -> list[RankResult]:
+    def finish(self, jobs: Sequence[protocol.RankJob]) -> list[protocol.RankResult]:
         """Send the jobs and return each rank's outcome, when all have ended."""
         with selectors.DefaultSelector() as self._selector:
             for rank, worker in enumerate(self._workers):
@@ -253,10 +233,10 @@ class _Call:
                 self._selector.register(worker.alive, selectors.EVENT_READ, (self._process_ended, rank))
                 self._send(rank, jobs[rank])
             self._handle_until(self._outcomes, "")
-            self._deadline = time.monotonic() + CLOSE_LIMIT
+            self._deadline = time.monotonic() + protocol.CLOSE_LIMIT
             for rank in range(len(self._workers)):
-                self._send(rank, Finish())
-            what = f"(it had not closed its group {CLOSE_LIMIT:.0f} s after all ranks had answered)\n"
+                self._send(rank, protocol.Finish())
+            what = f"(it had not closed its group {protocol.CLOSE_LIMIT:.0f} s after all ranks had answered)\n"
             self._handle_until(self._ended, what)
         return [self._outcomes[rank] for rank in range(len(self._workers))]
 
@@ -278,42 +258,42 @@ class _Call:
             worker = self._workers[rank]
             self._forget(worker.control, worker.alive)
             worker.kill()
-            self._end(rank, Fate.STUCK, what + stack)
+            self._end(rank, protocol.Fate.STUCK, what + stack)
 
     def _send(self, rank: int, message: object) -> None:
         if rank not in self._ended:
             with suppress(OSError):  # a worker that is gone is reported by its process descriptor
-                send(self._workers[rank].control, message)
+                protocol.send(self._workers[rank].control, message)
 
     def _receive(self, rank: int) -> None:
         worker = self._workers[rank]
         try:
-            message = receive(worker.control)
+            message = protocol.receive(worker.control)
         except (EOFError, OSError):
             self._forget(worker.control)
             return
-        if isinstance(message, Answer):
-            self._note(unpack(rank, message))
-        elif isinstance(message, ProgressReport):
+        if isinstance(message, protocol.Answer):
+            self._note(protocol.unpack(rank, message))
+        elif isinstance(message, protocol.ProgressReport):
             if not self._failing:
                 self._deadline = time.monotonic() + self._timeout
             self._on_report(message.progress)
-        elif isinstance(message, Ended):
+        elif isinstance(message, protocol.Ended):
             self._ended.add(rank)
             worker.spoilt = bool(message.left)
             self._review(rank, message)
 
-    def _review(self, rank: int, ended: Ended) -> None:
+    def _review(self, rank: int, ended: protocol.Ended) -> None:
         """Errors of closing, and leftovers, are failures too: notes of the function's own error, if there is one."""
         outcome = self._outcomes[rank]
-        later = [] if ended.error is None else [unpack(rank, ended.error)]
-        if ended.left and self._leftovers is LeftBehind.RAISE:
+        later = [] if ended.error is None else [protocol.unpack(rank, ended.error)]
+        if ended.left and self._leftovers is protocol.LeftBehind.RAISE:
             problem = InternalError(
-                f"rank {rank} left behind, {LEFTOVER_GRACE:.0f} s after its group was closed: {'; '.join(ended.left)}. "
+                f"rank {rank} left behind, {protocol.LEFTOVER_GRACE:.0f} s after its group was closed: {'; '.join(ended.left)}. "
                 "End and close what the rank's function, or the group under test, has started and opened.",
                 story=ended.left,
             )
-            later.append(RankResult(rank, Fate.RAISED, time.monotonic(), error=problem))
+            later.append(protocol.RankResult(rank, protocol.Fate.RAISED, time.monotonic(), error=problem))
         for failure in later:
             if outcome.error is None:
                 outcome = failure
@@ -327,27 +307,29 @@ class _Call:
             self._receive(rank)  # what it sent before it died
         self._forget(worker.control, worker.alive)
         if rank not in self._ended:
-            self._end(rank, Fate.DIED, f"its process {worker.pid} {ending(worker.wait(MESSAGE_LIMIT))}")
+            self._end(
+                rank, protocol.Fate.DIED, f"its process {worker.pid} {ending(worker.wait(protocol.MESSAGE_LIMIT))}"
+            )
 
     def _forget(self, *sources: socket.socket | int) -> None:
         for source in sources:
             with suppress(KeyError):
                 self._selector.unregister(source)
 
-    def _end(self, rank: int, fate: Fate, detail: str) -> None:
+    def _end(self, rank: int, fate: protocol.Fate, detail: str) -> None:
         """The process of a rank has ended without a message. What it raised before counts more."""
         self._ended.add(rank)
         known = self._outcomes.get(rank)
-        if known is None or known.fate is Fate.RETURNED:
-            self._note(RankResult(rank, fate, time.monotonic(), detail=detail))
+        if known is None or known.fate is protocol.Fate.RETURNED:
+            self._note(protocol.RankResult(rank, fate, time.monotonic(), detail=detail))
 
-    def _note(self, outcome: RankResult) -> None:
+    def _note(self, outcome: protocol.RankResult) -> None:
         self._outcomes[outcome.rank] = outcome
         if self._failing or not outcome.failed(self._lost):
             return
         self._failing = True
-        self._deadline = min(self._deadline, time.monotonic() + ABORT_GRACE)
+        self._deadline = min(self._deadline, time.monotonic() + protocol.ABORT_GRACE)
         why = outcome.error or outcome.detail or outcome.fate.value
         for rank in range(len(self._workers)):
             if rank != outcome.rank:
-                self._send(rank, Finish(f"rank {outcome.rank} failed: {why}"))
+                self._send(rank, protocol.Finish(f"rank {outcome.rank} failed: {why}"))

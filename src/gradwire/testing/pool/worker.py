@@ -30,22 +30,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.groups.store.private_store import PrivateStore
 from gradwire.testing import leftovers
-from gradwire.testing.pool.protocol import (
-    CLOSE_LIMIT,
-    LEFTOVER_GRACE,
-    START_LIMIT,
-    Answer,
-    Ended,
-    Fate,
-    Finish,
-    JobContext,
-    ProgressReport,
-    RankJob,
-    RankResult,
-    pack,
-    receive,
-    send,
-)
+from gradwire.testing.pool import protocol
 
 
 class RankWorker:
@@ -54,11 +39,11 @@ class RankWorker:
     def __init__(self, control: int, store: str, *, notice: float, warm: bool) -> None:
         self._control = socket.socket(fileno=control)
         self._store = PrivateStore.open(store)
-        self._store.set_timeout(timedelta(seconds=START_LIMIT))
+        self._store.set_timeout(timedelta(seconds=protocol.START_LIMIT))
         self._modules = leftovers.TorchModules() if warm else None
         self._notice = notice
         """Seconds that the main thread has to exit when the parent is gone, before the process is ended by force."""
-        self._jobs: queue.SimpleQueue[RankJob | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[protocol.RankJob | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._owned: Any = None
         self._failure = ""
@@ -67,25 +52,25 @@ class RankWorker:
     def serve(self) -> None:
         """Run jobs until the parent is gone."""
         threading.Thread(target=self._listen, name="gradwire-pool-control", daemon=True).start()
-        send(self._control, tuple(os.path.realpath(path) for path in sys.path if path))
+        protocol.send(self._control, tuple(os.path.realpath(path) for path in sys.path if path))
         # Without a deadline: waiting for the parent is what an idle worker does.
         while (job := self._jobs.get()) is not None:
             if self._modules is None:
-                send(self._control, Ended(self._perform(job), ()))
+                protocol.send(self._control, protocol.Ended(self._perform(job), ()))
             else:
                 before, error = leftovers.Leftovers.snapshot(), self._perform(job)
-                left = (*before.compare(grace=LEFTOVER_GRACE), *self._modules.replaced())
-                send(self._control, Ended(error, left))
+                left = (*before.compare(grace=protocol.LEFTOVER_GRACE), *self._modules.replaced())
+                protocol.send(self._control, protocol.Ended(error, left))
 
     def _listen(self) -> None:
         try:
             while True:
-                message = receive(self._control)
-                if isinstance(message, RankJob):
+                message = protocol.receive(self._control)
+                if isinstance(message, protocol.RankJob):
                     self._failure = ""
                     self._released.clear()
                     self._jobs.put(message)
-                elif isinstance(message, Finish):
+                elif isinstance(message, protocol.Finish):
                     if message.failure:
                         self._abort(message.failure)
                     self._released.set()
@@ -96,34 +81,36 @@ class RankWorker:
                 time.sleep(self._notice)
             os._exit(0)
 
-    def _perform(self, job: RankJob) -> Answer | None:
+    def _perform(self, job: protocol.RankJob) -> protocol.Answer | None:
         """Run a job, and send its answer. Returns the error of closing what it owned."""
         failure = ""
         try:
-            answer = pack(RankResult(job.rank, Fate.RETURNED, time.monotonic(), self._call(job)))
+            answer = protocol.pack(
+                protocol.RankResult(job.rank, protocol.Fate.RETURNED, time.monotonic(), self._call(job))
+            )
         except BaseException as error:
-            answer = pack(RankResult(job.rank, Fate.RAISED, time.monotonic(), error=error))
+            answer = protocol.pack(protocol.RankResult(job.rank, protocol.Fate.RAISED, time.monotonic(), error=error))
             failure = f"rank {job.rank} raised {type(error).__name__}: {error}"
-        send(self._control, answer)
+        protocol.send(self._control, answer)
         if failure:
             self._abort(failure)
         else:
-            self._released.wait(job.timeout + CLOSE_LIMIT)
+            self._released.wait(job.timeout + protocol.CLOSE_LIMIT)
         with self._lock:
             owned, self._owned = self._owned, None
         try:
             if owned is not None:
                 owned.close()
         except BaseException as error:
-            return pack(RankResult(job.rank, Fate.RAISED, time.monotonic(), error=error))
+            return protocol.pack(protocol.RankResult(job.rank, protocol.Fate.RAISED, time.monotonic(), error=error))
         finally:
             _flush()
         return None
 
-    def _call(self, job: RankJob) -> object:
+    def _call(self, job: protocol.RankJob) -> object:
         store = PrefixStore(job.name, self._store)
-        report = lambda progress: send(self._control, ProgressReport(progress))  # noqa: E731
-        context = JobContext(job.rank, job.size, job.name, job.timeout, store, self._own, report)
+        report = lambda progress: protocol.send(self._control, protocol.ProgressReport(progress))  # noqa: E731
+        context = protocol.JobContext(job.rank, job.size, job.name, job.timeout, store, self._own, report)
         sys.path.insert(0, job.path)
         try:
             return cloudpickle.loads(job.blob)(context)
