@@ -1,5 +1,6 @@
-"""Several models on one group: the first to be used recovers from a failed step of another, and one iteration is lost."""
+"""Several models on one group: one backward may reach them all, and the first to be used recovers from a failed step of another."""
 
+import copy
 import threading
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from gradwire.errors import GroupAborted
 from gradwire.groups import Group
-from gradwire.hooks import chain, mean, random_k
+from gradwire.hooks import CommHook, chain, error_feedback, mean, quantize, random_k
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
 from helpers.backward_calls import in_backward
@@ -19,6 +20,35 @@ FAILING = 3
 
 def fail() -> None:
     raise ValueError("of the user's own")
+
+
+_Q8 = chain(error_feedback(), quantize())
+
+
+@pytest.mark.parametrize("kind", ["threads", "shared_memory", "gloo"])
+@pytest.mark.parametrize("hooks", [(_Q8, _Q8), (mean(), _Q8), (_Q8, mean())], ids=["both", "second", "first"])
+def test_one_backward_of_two_models_whose_hooks_communicate_several_times(
+    kind: str, hooks: tuple[CommHook, CommHook]
+) -> None:
+    """The n-th collectives of all ranks meet, whichever model's they are."""
+    towers = [nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))) for _ in hooks]
+
+    def train(group: Group) -> list[list[Tensor]]:
+        trained: list[list[Tensor]] = [[], []]
+        for together in (False, True):
+            models = [DDP(copy.deepcopy(tower), process_group=group, bucket_cap_mb=0.001) for tower in towers]
+            for model, hook in zip(models, hooks, strict=True):
+                model.set_hook(hook)
+            for step in range(20):
+                data = torch.Generator().manual_seed(100 * step + group.rank)
+                losses = [model(torch.randn(2, 16, generator=data)).square().mean() for model in models]
+                for loss in [sum(losses)] if together else losses:
+                    loss.backward()
+                trained[together] += [p.grad.clone() for model in models for p in model.parameters()]
+        return trained
+
+    for apart, together in run_ranks(train, 2, kind=kind):
+        assert all(map(torch.equal, apart, together))
 
 
 @pytest.mark.filterwarnings("ignore:rank . had finished step")

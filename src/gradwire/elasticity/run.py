@@ -88,9 +88,8 @@ class ElasticRun:
 
     def start(self, me: str, connect: Callable[[], RunRecords], build: Build, limits: Limits) -> ElasticRun:
         """Join the run: returns when this process is a member, with the state of the others."""
-        self.optimizer.load_state_dict(
-            self.optimizer.state_dict()
-        )  # the first call imports much, and others would wait
+        # The first call imports much, and others would wait.
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
         self._performer = Performer(me, connect, build, self.training, limits)
         if self._leaving:
             self._performer.leave()

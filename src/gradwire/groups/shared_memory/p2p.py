@@ -26,9 +26,8 @@ from gradwire.groups.work import Work
 
 _HEAD = struct.Struct("<qQQQ")  # tag, dtype, elements, offset; after the number
 _NUMBER, _HEAD_AT, _ACK, _WITHDRAWN = 0, 8, 40, 48
-_OK, _REFUSED, _ANSWERS = range(
-    3
-)  # an acknowledgment is the message's number times the last, plus one of the first two
+# An acknowledgment is the message's number times the last, plus one of the first two.
+_OK, _REFUSED, _ANSWERS = range(3)
 _BYTES_PER_CHECK = 4096
 
 

@@ -147,9 +147,8 @@ class Futex:
 
     def sleep(self, word: int, seconds: float) -> None:
         """Sleep for at most `seconds`. May return early for no reason."""
-        limit = (ctypes.c_long * 2)(
-            int(seconds), int(seconds % 1 * 1e9)
-        )  # a timespec, which an array passes as a pointer
+        # A timespec, which an array passes as a pointer.
+        limit = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
         if self._call(word, _FUTEX_WAIT, 1, limit) == -1:
             problem = ctypes.get_errno()
             if problem not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):

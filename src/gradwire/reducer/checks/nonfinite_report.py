@@ -67,9 +67,8 @@ def exchange(
     group: Group, gradients: Sequence[Found], averages: Sequence[Found], *, device: torch.device
 ) -> list[RankFindings]:
     """What every rank has found. A collective: on the wire, 64 bytes per rank."""
-    gradients = sorted(
-        gradients, key=lambda found: found.kind is NonFiniteKind.BEYOND
-    )  # a NaN is named before an overflow
+    # A NaN is named before an overflow.
+    gradients = sorted(gradients, key=lambda found: found.kind is NonFiniteKind.BEYOND)
     row = [number for found in (gradients, averages) for number in (*_numbers(found), len(found))]
     rows = gather_rows(group, torch.tensor(row, device=device), label="non-finite gradients").tolist()
     return [RankFindings(_found(r[:3]), r[3], _found(r[4:7]), r[7]) for r in rows]

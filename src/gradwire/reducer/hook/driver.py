@@ -6,8 +6,9 @@ not block the host, so the whole hook is enqueued while backward continues, from
 (`cuda_graphs.py`). Not so `mean()`, which computes nothing: the engine has a stream of its own, and to switch streams costs more
 host time than all the rest of a launch. Elsewhere a hook of no collective is done at once; a hook of one is submitted at once and
 finished by its waiter; a hook of several runs on the group's lane, one bucket after another, so that all ranks submit their
-collectives in the same order. What the lane does on CUDA (gloo takes CUDA tensors and orders no streams) is on the side stream,
-behind what the caller had enqueued at launch.
+collectives in the same order. One backward may reach several models of a group: they share the lane, and while it is busy, a hook
+of one collective queues there too. What the lane does on CUDA (gloo takes CUDA tensors and orders no streams) is on the side
+stream, behind what the caller had enqueued at launch.
 
 Note [Scopes]
 A reduction may yield collectives of the ranks of one host, or of one rank per host. A group with a `layout` runs them in order with
@@ -34,6 +35,7 @@ from gradwire.collectives.aliasing import keep_for
 from gradwire.collectives.reference import perform
 from gradwire.errors import CollectiveTimeout, HookError
 from gradwire.groups.base import Group
+from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
 from gradwire.hooks.base import CommHook, Reduction, Turn
 from gradwire.hooks.dense import Mean
@@ -121,14 +123,25 @@ def _refuse(hook: CommHook, declared: str) -> Callable[[Collective], NoReturn]:
     return refuse
 
 
+class _Lane:
+    """The thread of all models of a group. It ends with the last of their drivers, and at exit before the group does."""
+
+    def __init__(self, group: Group) -> None:
+        self.worker = Worker(f"reductions-{group.name}-{group.rank}")
+        weakref.finalize(self, self.worker.stop)
+        _lanes[group.ledger] = self
+
+
+_lanes: weakref.WeakValueDictionary[Ledger, _Lane] = weakref.WeakValueDictionary()
+
+
 class Driver:
     """Launches reductions of one group, in bucket order."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._lane = Worker(f"reductions-{group.name}-{group.rank}")
-        # A model that is dropped without detach() must not leave a thread behind; at exit it ends before the group does.
-        self._finalizer = weakref.finalize(self, self._lane.stop)
+        self._owned: _Lane | None = _lanes.get(group.ledger) or _Lane(group)
+        self._lane = self._owned.worker
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.captured = CapturedReductions()
 
@@ -137,7 +150,7 @@ class Driver:
         if type(hook) is not Mean and grad.device.type == "cuda" and self.group.orders_streams(grad.device):
             return self._launch_on_stream(hook, grad, state, turn)
         reduction = gradient_reduction(self.group, hook, grad, state, turn)
-        if hook.collectives == 1:
+        if hook.collectives == 1 and self._lane.idle:
             return start_single(reduction, self.group, hook)
         if hook.collectives == 0:
             return Finished(_run(reduction, _refuse(hook, "0 but yielded")))
@@ -174,7 +187,7 @@ class Driver:
             )
 
     def close(self) -> None:
-        self._finalizer()
+        self._owned = None
         self.captured.drop()
 
 
@@ -200,9 +213,8 @@ class _OnLane:
     def __init__(self, reduction: Reduction, group: Group, lane: Worker, turn: Turn, ordered: _Ordered | None) -> None:
         self._future: Future[Tensor] = Future()
         self._ordered = ordered
-        self._timeout = (
-            10 * group.timeout
-        )  # collectives have deadlines of their own; this one is for a hook that computes forever
+        # Collectives have deadlines of their own; this one is for a hook that computes forever.
+        self._timeout = 10 * group.timeout
         self._turn = turn
         place = writer.current_place()
 
