@@ -113,7 +113,7 @@ class Balance:
         if not self._weighs():
             problem = self._unfit()
         elif not isinstance(total, int) or total < self._group.size:
-            problem = "not a number of samples, or less than one for each rank. Pass a larger integer."
+            problem = f"not an int of at least one sample for each of {self._group.size} ranks. Pass one."
         elif (
             last_step == step
             and total != last_total

@@ -219,7 +219,7 @@ def test_totals_may_change_and_must_agree(clock: MadeUpTime) -> None:
 
     for found in run_ranks(rank_main, 2):
         assert found[:9] == [*[(6, 6)] * 3, (12, 12), (3, 3), (3, 3), (4, 2), (1, 1), (1, 1)]
-        assert "less than one for each rank. Pass a larger integer." in found[9]
+        assert "not an int of at least one sample for each of 2 ranks. Pass one." in found[9]
         assert "ranks differ in the total (6 on rank 0, 7 on rank 1), in `every`, or" in found[13]
         assert found[10:13] + found[14:] == [(4, 2)] * 4
 
@@ -242,7 +242,7 @@ def test_what_would_not_be_the_mean_over_samples_is_refused(group: Group) -> Non
         loss(model, samples(0, 4)).backward()
     assert model.agree_to_skip(True)
     assert balance.batch_size(8) == 8  # what was accumulated is dropped
-    with pytest.raises(UsageError, match="less than one for each rank"):
+    with pytest.raises(UsageError, match="not an int of at least one sample"):
         balance.batch_size(4.0)  # type: ignore[arg-type]
     for hook in (hooks.mean(), hooks.partition({"weight": hooks.weighted_mean(), "*": hooks.mean()})):
         model.set_hook(hook)
