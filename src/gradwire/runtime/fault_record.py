@@ -21,9 +21,8 @@ def record_fault(path: str | Path, *, unless: Callable[[set[str]], bool] | None 
     with open(path, "a+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        if unless is not None:
-            earlier = [json.loads(line) for line in file.read().splitlines()]
-            if unless({fault["member"] for fault in earlier if fault["kind"] not in LASTING}):
-                return False
+        earlier = map(json.loads, file.read().splitlines() if unless else ())
+        if unless and unless({fault["member"] for fault in earlier if fault["kind"] not in LASTING}):
+            return False
         file.write((json.dumps({"time": time.time(), **facts}) + "\n").encode())
-        return True
+    return True
