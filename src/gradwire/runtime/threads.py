@@ -27,13 +27,13 @@ class Worker:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._starting = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._unfinished: deque[None] = deque()
+        self.unfinished: deque[None] = deque()
         self.stopping = threading.Event()
 
     @property
     def idle(self) -> bool:
         """Whether every job put so far is done. Exact only in the thread that puts them."""
-        return not self._unfinished
+        return not self.unfinished
 
     @property
     def is_current_thread(self) -> bool:
@@ -56,7 +56,7 @@ class Worker:
         """
         if self._thread is None:
             self.start()
-        self._unfinished.append(None)
+        self.unfinished.append(None)
         self._jobs.put(job)
 
     def _run(self) -> None:
@@ -65,7 +65,7 @@ class Worker:
                 job()
             finally:
                 del job
-                self._unfinished.popleft()
+                self.unfinished.popleft()
 
     def stop(self, timeout: float = 5.0) -> bool:
         """Finish the jobs put so far and end the thread. False if it has not ended after `timeout` seconds."""

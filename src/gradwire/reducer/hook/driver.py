@@ -150,7 +150,7 @@ class Driver:
         if type(hook) is not Mean and grad.device.type == "cuda" and self.group.orders_streams(grad.device):
             return self._launch_on_stream(hook, grad, state, turn)
         reduction = gradient_reduction(self.group, hook, grad, state, turn)
-        if hook.collectives == 1 and self._lane.idle:
+        if hook.collectives == 1 and not self._lane.unfinished:
             return start_single(reduction, self.group, hook)
         if hook.collectives == 0:
             return Finished(_run(reduction, _refuse(hook, "0 but yielded")))
