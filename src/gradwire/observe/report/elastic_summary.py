@@ -9,6 +9,7 @@ from itertools import pairwise
 from gradwire.observe.report.rank_summary import RankSummary
 from gradwire.observe.rings.views import ENDS, ProcessFault, RunView, changed, read_views
 from gradwire.observe.stragglers.steps import covered
+from gradwire.observe.units import plural
 from gradwire.recorder.format import RecordKind
 
 
@@ -27,6 +28,10 @@ class ElasticSummary:
     """The share of time, as far as it is recorded, that ranks were in steps that were committed."""
     ended: frozenset[str]
     """Processes whose end the launcher has recorded: others went on without them."""
+
+    def __str__(self) -> str:
+        again = f"{plural(self.retried, 'step')} computed again"
+        return f"{plural(self.committed, 'step')} committed, {again}, goodput {self.goodput:.1%}"
 
 
 def summarize_views(ranks: Sequence[RankSummary], faults: Sequence[ProcessFault]) -> ElasticSummary | None:

@@ -30,7 +30,6 @@ def render_page(report: RunReport) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.globals["summary_line"] = summary_line
     environment.filters.update(duration=duration, size=size, phase_style=phase_style, clock=clock)
     return environment.get_template("page.html").render(facts(report))
 
@@ -65,8 +64,7 @@ def facts(report: RunReport) -> dict[str, Any]:
         "traffic": traffic[:_MOST_TRAFFIC],
         "traffic_left_out": max(0, len(traffic) - _MOST_TRAFFIC),
         "shown_ranks": report.ranks[:MOST_RANKS],
-        "views": [] if report.elastic is None else report.elastic.views[-_MOST_VIEWS:],
-        "faults": [] if report.elastic is None else report.elastic.faults[-_MOST_VIEWS:],
+        "most_views": _MOST_VIEWS,
         "records": sum(rank.records for rank in report.ranks),
     }
 
@@ -169,7 +167,7 @@ def _lines(report: RunReport) -> Iterator[str]:
 
 
 def _elastic(run: ElasticSummary) -> Iterator[str]:
-    yield from ("", f"Views: {summary_line(run)}")
+    yield from ("", f"Views: {run}")
     rows = [
         (str(view.epoch), clock(view.time), str(view.step), str(len(view.members)), text) for view, text in run.views
     ]
@@ -181,12 +179,6 @@ def _elastic(run: ElasticSummary) -> Iterator[str]:
     for fault in run.faults[-_MOST_VIEWS:]:
         mark = f"  {clock(fault.time)}  "
         yield from textwrap.wrap(fault.text, WIDTH, initial_indent=mark, subsequent_indent="    ")
-
-
-def summary_line(run: ElasticSummary) -> str:
-    """How many steps were committed, and what that took."""
-    retried = f"{plural(run.retried, 'step')} computed again" if run.retried else "no step computed again"
-    return f"{plural(run.committed, 'step')} committed, {retried}, goodput {run.goodput:.1%}"
 
 
 def _steps(report: RunReport) -> Iterator[str]:

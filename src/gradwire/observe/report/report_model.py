@@ -109,9 +109,7 @@ class RunReport:
         self.timelines = _timelines(rings, self.steps, times)
         self.traffic = total_traffic(self.ranks)
         members = () if self.elastic is None else self.elastic.views[-1][0].members
-        self.lateness = _lateness(
-            {rank.rank: rank.steps for rank in self.ranks if not members or rank.member in members}
-        )
+        self.lateness = _lateness({r.rank: r.steps for r in self.ranks if not members or r.member in members})
         """By rank and step: how long after the first rank it was ready, in seconds."""
         self.stragglers = stragglers_over_time(times)
 
