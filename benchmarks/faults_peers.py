@@ -23,7 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.faults import quantile, read
+from benchmarks.faults import quantile
 from benchmarks.faults_contenders import Contender, Launched, Processes, TorchFT, torchft_version
 from benchmarks.faults_peer_rank import GLOBAL_BATCH
 from benchmarks.faults_plot import History, draw
@@ -165,6 +165,13 @@ def trial(
         born = {pid: at - begin for at, _, pid in read(folder / "started")}
     commits = [(at, step, members) for at, _, step, committed, members, *_ in tried if committed]
     return Trial(History(name, seconds, commits, faults), tried, born, load)
+
+
+def read(path: Path) -> list[Any]:
+    """The lines of a file that others append to."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _wait_for_all(contender: Contender, folder: Path, ranks: int) -> None:

@@ -84,8 +84,6 @@ class ElasticRun:
         """Whether training has ended here, for whatever reason but that this process leaves."""
         self._listeners: list[Callable[[View], object]] = []
 
-    # -- who trains ------------------------------------------------------------------------------------------------------
-
     def start(self, me: str, connect: Callable[[], RunRecords], build: Build, limits: Limits) -> ElasticRun:
         """Join the run: returns when this process is a member, with the state of the others."""
         # The first call imports much, and others would wait.
@@ -152,8 +150,6 @@ class ElasticRun:
     def __exit__(self, kind: object, *_: object) -> None:
         """After an error the others go on, and a process in place of this one may join them."""
         (self.close if kind is None else self._release)()
-
-    # -- the loop --------------------------------------------------------------------------------------------------------
 
     @property
     def committed(self) -> int:
@@ -230,8 +226,6 @@ class ElasticRun:
                 raise
             return False
         return True
-
-    # -- state -----------------------------------------------------------------------------------------------------------
 
     def register(self, **objects: Any) -> None:
         """Objects with `state_dict` and `load_state_dict` that belong to the run: they travel to members that join."""

@@ -81,8 +81,6 @@ class Training:
         self._updating = False
         self._step_hook = optimizer.register_step_pre_hook(self._before_update)
 
-    # -- a step ----------------------------------------------------------------------------------------------------------
-
     def open(self) -> None:
         """See Note [A step that may be lost]."""
         self._clear_gradients()
@@ -154,8 +152,6 @@ class Training:
         self._step_hook.remove()
         self.replica.detach()
 
-    # -- members ---------------------------------------------------------------------------------------------------------
-
     def hand_over(self, leaving: bool) -> None:
         group, runner = self.group, self.replica.runner
         if Trait.REMEMBERS not in runner.hook.traits:
@@ -202,8 +198,6 @@ class Training:
             member, place = group.ledger.events.member(recorder), Place(view.step)
             recorder.put(RecordKind.VIEW, member, operation, nbytes=group.size, place=place)
         self.entered(view)
-
-    # -- state -----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {

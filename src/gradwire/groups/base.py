@@ -89,8 +89,6 @@ class Group(Verbs, ABC):
         # Runs at interpreter exit too: daemon threads must not be running when the interpreter shuts down.
         self._finalizer = finalize_here(self, _stop, self._watchdog, self.ledger)
 
-    # -- the one verb --------------------------------------------------------------------------------------------------
-
     @abstractmethod
     def submit(self, op: Collective) -> Work:
         """Start `op` and return its Work without waiting for other ranks."""
@@ -175,8 +173,6 @@ class Group(Verbs, ABC):
         """Whether `wait` on tensors of `device` only orders its current stream and does not block the host, as with NCCL."""
         return False
 
-    # -- memory and members --------------------------------------------------------------------------------------------
-
     def allocate(self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         """A flat tensor in the memory that this group communicates fastest. Its contents are undefined."""
         return torch.empty(numel, dtype=dtype, device=device)
@@ -210,8 +206,6 @@ class Group(Verbs, ABC):
         """Which ranks have joined `work`, if the group can know. Timeouts name the missing ones."""
         return None
 
-    # -- watching ------------------------------------------------------------------------------------------------------
-
     @property
     def events(self) -> Emitter:
         """The typed events of this group: `group.events.listen(fn)`."""
@@ -225,8 +219,6 @@ class Group(Verbs, ABC):
     def flush_completions(self, timeout: float = 10.0) -> bool:
         """Wait until completion hooks have been called for everything that has finished. False on timeout."""
         return self.ledger.hooks.flush(wait_seconds(f"flush_completions of {self}", timeout))
-
-    # -- the end -------------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Fail everything in flight, and every later submit, with GroupAborted. Never waits; may be called from any thread."""

@@ -40,8 +40,6 @@ class C10dMethods(OverGroup):
             )
         return values[0]
 
-    # -- reductions ----------------------------------------------------------------------------------------------------
-
     def allreduce(self, tensors: Tensors, *args: Any, **named: Any) -> TorchWork:
         s = read_settings("allreduce", args, named)
         return self.submit(s, build.all_reduce(tensors, op=s.reduce_op, factor=s.factor, label=s.label))
@@ -69,8 +67,6 @@ class C10dMethods(OverGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_single_coalesced = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single
-
-    # -- broadcast, gather and scatter ---------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, *args: Any, **named: Any) -> TorchWork:
         s = read_settings("broadcast", args, named)
@@ -145,8 +141,6 @@ class C10dMethods(OverGroup):
         return self.submit(s, op)
 
     alltoall_base = all_to_all_single
-
-    # -- point-to-point and barriers -----------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> TorchWork:
         s = read_settings("send")

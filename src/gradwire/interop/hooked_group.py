@@ -96,8 +96,6 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
     def orders_streams(self, device: torch.device) -> bool:
         return self.inner.orders_streams(device)
 
-    # -- which reductions are gradients --------------------------------------------------------------------------------
-
     def _begins(self, tensors: object) -> Any:
         thread = threading.get_ident()
         self._running[thread] = object()
@@ -120,8 +118,6 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
             self._reduced_in = backward
             self._places.begin()
         return _Gradient(op, self._places.next(op.inputs[0]), begins)
-
-    # -- submitting ----------------------------------------------------------------------------------------------------
 
     def submit(self, op: Collective) -> Work:
         if op.kind.is_p2p:
@@ -194,8 +190,6 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
                 f"{self}: reductions of tensors in the host's memory are still at work after {self.timeout:.3g} s, and one on a "
                 "GPU cannot begin. Find out what the hook computes between its collectives."
             )
-
-    # -- the hook's state ----------------------------------------------------------------------------------------------
 
     def hook_state_dict(self) -> dict[str, Any]:
         """The hook's state on this rank: see `Replica.hook_state_dict`. Gradients are numbered in the order of their reductions."""

@@ -71,8 +71,6 @@ class TorchWork(dist.Work):
         if self._dropped is not None and sum(work.op.nbytes for work in self.works) <= _SMALL:
             self._dropped.append(self)
 
-    # -- waiting -------------------------------------------------------------------------------------------------------
-
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Return True once the outputs may be used; raise the error if it failed. Zero means the operation's own timeout."""
         limit, self._dropped = seconds(timeout), None
@@ -87,8 +85,6 @@ class TorchWork(dist.Work):
     def block_current_stream(self) -> None:
         """Make later work on the current stream wait for the outputs. The host waits if the engine has no streams."""
         self.wait()
-
-    # -- state ---------------------------------------------------------------------------------------------------------
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
@@ -129,8 +125,6 @@ class TorchWork(dist.Work):
     def _get_op_type(self) -> int:
         kinds = {work.op.kind for work in self.works}
         return int(_OP_TYPES[kinds.pop()] if len(self.works) == 1 else OpType.COALESCED)
-
-    # -- futures -------------------------------------------------------------------------------------------------------
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A Future of the list of outputs, completed by then if the operation is. See Note [Errors in futures]."""

@@ -120,8 +120,6 @@ class Shutdown:
         self._told_at: float | None = None
         """When ranks were sent the first signal to end."""
 
-    # -- what happens --------------------------------------------------------------------------------------------------
-
     def ended(self, ending: Ending) -> None:
         self.running.discard(ending.rank)
         told = self._told_at is not None and (ending.error is None or ending.error.time >= self._told_at)
@@ -173,8 +171,6 @@ class Shutdown:
         """The run has become pointless, as when the reader of its output is gone: stop it as after a failure."""
         self.signalled(number, now)
         self._stop_at = _earlier(self._stop_at, now)
-
-    # -- what to do ----------------------------------------------------------------------------------------------------
 
     def due(self, now: float) -> Iterable[Send]:
         ranks = tuple(sorted(self.running))
@@ -265,9 +261,6 @@ def _failed_alike(ending: Ending, first: Ending) -> bool:
     if ending.status == 0 or ending.error is None or first.error is None:
         return False
     return (ending.error.module, ending.error.name) == (first.error.module, first.error.name)
-
-
-# -- the end of a run ------------------------------------------------------------------------------------------------------
 
 
 def outcome(shutdown: Shutdown, now: float) -> RunOutcome:

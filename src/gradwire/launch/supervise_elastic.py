@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from gradwire.elasticity.hub import Address
 from gradwire.elasticity.machine import View
@@ -99,8 +100,6 @@ class ElasticSupervisor(Supervisor):
         if (store := self._run.store) is not None and store.ended >= 0:
             self._selector.unregister(store.ended)  # an elastic run does not end with it
 
-    # -- processes start -----------------------------------------------------------------------------------------------
-
     def _start_all(self) -> None:
         starters = 0 if self._plan.joins else self._members.ranks
         for number, place in enumerate(self._members.places):
@@ -126,8 +125,6 @@ class ElasticSupervisor(Supervisor):
             place.started = self._now
         except OSError as error:
             self._shutdown.lose(f"starting a process in place of rank {number}: {error.strerror}", self._now)
-
-    # -- processes end -------------------------------------------------------------------------------------------------
 
     def _end_of(self, ending: Ending) -> None:
         number = ending.rank
@@ -197,8 +194,6 @@ class ElasticSupervisor(Supervisor):
         super()._end_companions()
         self._release(all_of_them=True)
 
-    # -- what is done at regular times ---------------------------------------------------------------------------------
-
     @property
     def _next_time(self) -> float | None:
         at, timers = super()._next_time, [at for at, _ in self._timers.values()]
@@ -239,7 +234,7 @@ class ElasticSupervisor(Supervisor):
         self._suspended = (self._suspended | self._stopped) & numbers.keys()
         self._stopped = frozenset(numbers)
 
-    def _note(self, member: str, kind: str, text: str, **facts: str) -> None:
+    def _note(self, member: str, kind: str, text: str, **facts: Any) -> None:
         """Show what has happened to a process, and record it for reports."""
         self._display.say([text])
         if (directory := self._run.directory) is None:
@@ -282,8 +277,6 @@ class ElasticSupervisor(Supervisor):
 
     def _training_began(self, view: View | None) -> None:
         self._trains_since = self._trains_since if view is None else min(self._trains_since, self._now)
-
-    # -- the end -------------------------------------------------------------------------------------------------------
 
     def _send(self, rank: int, number: signal.Signals) -> None:
         if rank in self._ranks:

@@ -138,8 +138,6 @@ class Balance:
             "set_hook(hooks.weighted_mean()), or with a stage such as hooks.chain(hooks.cast(dtype), hooks.weighted_mean())."
         )
 
-    # -- agreement -------------------------------------------------------------------------------------------------------
-
     def _agree(self, total: int) -> None:
         replica, rank = self._replica, self._group.rank
         state = float(zlib.crc32(repr((self.every, self._seconds, self._used)).encode()))
@@ -183,8 +181,6 @@ class Balance:
     def _speeds(self) -> list[float]:
         return [1 / seconds for seconds in self._used] or [1.0] * self._group.size
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """The estimates of all ranks, the same on every rank."""
         return {"seconds": list(self._seconds), "used": list(self._used)}
@@ -216,9 +212,6 @@ def divide(total: int, speeds: Sequence[float]) -> list[int]:
     for r in sorted(left, key=lambda r: (shares[r] - quotas[r], r))[:missing]:
         shares[r] += 1
     return shares
-
-
-# -- compute time ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -131,8 +131,6 @@ class DivergenceCheck:
         self._shown = True
         return found
 
-    # -- comparing -----------------------------------------------------------------------------------------------------
-
     def _tensors(self) -> dict[str, Tensor]:
         names = {id(p): name for name, p in self._module.named_parameters()}
         tensors: dict[str, Tensor] = dict(self._module.named_parameters())
@@ -168,8 +166,6 @@ class DivergenceCheck:
     def _gather(self, mine: Tensor) -> list[list[int]]:
         rows: list[list[int]] = gather_rows(self.group, mine, label="digests of parameters").tolist()
         return rows
-
-    # -- what was found ------------------------------------------------------------------------------------------------
 
     def _of_different_tensors(self, rows: Sequence[Sequence[int]]) -> ReplicasDiverged:
         majority = _majority([str(row[1:]) for row in rows])
@@ -266,9 +262,6 @@ def _may_differ(model: nn.Module) -> bool:
     replica = getattr(model, "replica", None) or getattr(model, "_gradwire_replica", None)
     outer = getattr(getattr(replica, "runner", None), "outer", None)
     return outer is not None and bool(outer.differ)
-
-
-# -- digests ---------------------------------------------------------------------------------------------------------------
 
 
 def _signed(number: int) -> int:

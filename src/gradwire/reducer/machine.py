@@ -79,8 +79,6 @@ class Machine:
             raise InternalError(f"relayout while {self.state.value}", story=self.story)
         self._relayout(members)
 
-    # -- events --------------------------------------------------------------------------------------------------------
-
     def prepare(self, unused: Iterable[int] = ()) -> None:
         """A forward has ended whose backward is to be synchronized. `unused` parameters count as ready."""
         if self.in_backward:
@@ -167,8 +165,6 @@ class Machine:
         self.story.append(f"abandoned: {why}")
         self.state = State.RESTING
 
-    # -- questions -----------------------------------------------------------------------------------------------------
-
     @property
     def complete(self) -> bool:
         return self.state is State.LAUNCHED
@@ -187,8 +183,6 @@ class Machine:
 
     def missing(self) -> list[int]:
         return [i for i, ready in enumerate(self._ready) if not ready]
-
-    # -- errors ----------------------------------------------------------------------------------------------------------
 
     def _named(self, indices: Iterable[int]) -> str:
         return ", ".join(f"{i} ({self.names[i]})" for i in indices)

@@ -108,9 +108,6 @@ def kinds() -> tuple[str, ...]:
     return tuple(name for name in known_kinds() if name not in with_gpu)
 
 
-# -- what the outcomes mean ----------------------------------------------------------------------------------------------
-
-
 def _verdict(outcomes: Sequence[RankResult], request: Request) -> list[Any]:
     failures = [outcome for outcome in outcomes if outcome.failed(request.lost)]
     if not failures:
@@ -157,9 +154,6 @@ def _timed_out(stuck: Sequence[RankResult], outcomes: Sequence[RankResult], requ
         joined=[outcome.rank for outcome in outcomes if outcome.rank not in ranks],
         missing=ranks,
     )
-
-
-# -- threads -------------------------------------------------------------------------------------------------------------
 
 
 def _run_threads(request: Request) -> list[RankResult]:
@@ -236,9 +230,6 @@ def _close(group: Group, outcome: RankResult) -> RankResult:
             return RankResult(outcome.rank, Fate.RAISED, time.monotonic(), error=error)
         outcome.error.add_note(f"and then, when the group was closed: {type(error).__name__}: {error}")
     return outcome
-
-
-# -- processes -----------------------------------------------------------------------------------------------------------
 
 
 def _run_processes(request: Request) -> list[RankResult]:

@@ -67,7 +67,7 @@ def test_a_rank_that_was_killed_and_replaced(tmp_path: Path) -> None:
     finally:
         (tmp_path / "go").touch()
         output = process.communicate()[0]
-        watch.close()
+        watch.run.close()
     assert process.returncode == 0, output
 
     report = load_report(record)

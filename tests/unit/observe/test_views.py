@@ -146,7 +146,7 @@ def test_nobody_waits_when_all_members_have_died(tmp_path: Path) -> None:
     watch = HangWatch(RunFollower(tmp_path), deadline=0.0)
     assert watch.check() == []
     assert watch.waiting is not None
-    watch.close()
+    watch.run.close()
 
 
 def test_goodput_is_that_of_the_time_which_all_rings_have() -> None:

@@ -115,8 +115,6 @@ class C10dGroup(Group):
         """The process group or engine that moves the bytes; None once closed."""
         return self._owned[-1] if self._owned else self._given
 
-    # -- the one verb --------------------------------------------------------------------------------------------------
-
     def submit(self, op: Collective) -> Work:
         backend, engine = self._backend(op.device)
         if engine.stream_ordered and op.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -230,8 +228,6 @@ class C10dGroup(Group):
     def orders_streams(self, device: torch.device) -> bool:
         return self._backend(device)[1].stream_ordered
 
-    # -- failures ------------------------------------------------------------------------------------------------------
-
     def _broken(self, work: C10dWork, error: BaseException, engine: C10dEngine) -> None:
         """The engine failed: fail the operation and the group, whose ranks are no longer in step."""
         if isinstance(error, UsageError):
@@ -286,8 +282,6 @@ class C10dGroup(Group):
 
     def arrivals(self, work: Work) -> Arrivals | None:
         return self._monitor.arrivals(work)
-
-    # -- members and life ----------------------------------------------------------------------------------------------
 
     def _backend(self, device: torch.device) -> tuple[Any, C10dEngine]:
         known = self._backends.get(device.type)

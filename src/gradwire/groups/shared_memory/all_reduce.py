@@ -82,8 +82,6 @@ class AllReduce:
         self._call = without_warnings()
         self.compiled: dict[tuple[ReduceOp, torch.dtype], Fold] = {}
 
-    # -- announcing, and agreeing on it ----------------------------------------------------------------------------------
-
     def digest(self, op: Collective) -> bytes:
         """What ranks compare, in 16 bytes. Labels are for people; ranks may choose them differently."""
         key = (op.kind, op.reduce_op, op.root, *[(t.shape, t.dtype, t.is_sparse) for t in op.tensors])
@@ -157,8 +155,6 @@ class AllReduce:
         yield from self._large(t, Fold.of(reduce_op, t.dtype))
         written(t)
 
-    # -- the fast path: see Note [Plain sums] ---------------------------------------------------------------------------
-
     def plain_sum(self, op: Collective) -> Steps | None:
         """The program of a plain sum or mean; None if `op` is not one."""
         if op.kind is not _ALL_REDUCE or len(op.inputs) != 1 or (op.reduce_op is not _SUM and op.reduce_op is not _AVG):
@@ -202,8 +198,6 @@ class AllReduce:
         slots = [np.frombuffer(self.board.memory, dtype, t.numel(), offset) for offset in offsets]
         total = np.empty(t.numel(), dtype)
         return self._slots.keep(key, (self.digest(op) * self.size, [*slots, total], total.ctypes.data))
-
-    # -- large tensors ---------------------------------------------------------------------------------------------------
 
     def _large(self, t: Tensor, fold: Fold) -> Steps:
         offsets = self.board.first_offsets(self.board.turn)

@@ -69,8 +69,6 @@ class NonFiniteChecked:
     def buckets_changed(self) -> None:
         self._inner.buckets_changed()
 
-    # -- a step --------------------------------------------------------------------------------------------------------
-
     def start(self, bucket: GradBucket) -> Pending:
         check = self._before(bucket)
         return _Checked(self._inner.start(bucket), check, bucket.spec)
@@ -105,8 +103,6 @@ class NonFiniteChecked:
     def drop_step(self) -> None:
         self._check = None
         self._inner.drop_step()
-
-    # -- its end -------------------------------------------------------------------------------------------------------
 
     def verify(self, step: int) -> Exception | None:
         """Exchange what ranks have found, if there may be something, and apply the policy."""
@@ -193,8 +189,6 @@ class NonFiniteChecked:
         """Whether gradients of a skipped step are still there: those of this step were added to them. Same on all ranks."""
         grads = [p.grad for _, p in self._inner.named_parameters]
         return any(grad is not None and not is_finite(grad) for grad in grads)
-
-    # -- late results --------------------------------------------------------------------------------------------------
 
     @property
     def late(self) -> bool:

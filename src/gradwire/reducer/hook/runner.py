@@ -67,8 +67,6 @@ class HookRunner:
         """The hook in error messages and records."""
         self.start_over()
 
-    # -- reductions ----------------------------------------------------------------------------------------------------
-
     def start(self, bucket: GradBucket) -> Pending:
         """Start the reduction of a bucket; never waits for another rank, except on groups that block in `submit`."""
         state, step = self._begin(bucket)
@@ -132,8 +130,6 @@ class HookRunner:
         self.states.next_step()
         if self.outer is None:
             self.states.store_by_parameter()
-
-    # -- the hook and its states -----------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -207,8 +203,6 @@ class HookRunner:
     def attach_optimizer(self, optimizers: Sequence[torch.optim.Optimizer], stepped: Callable[[], object]) -> None:
         """Call `stepped`, which calls `outer.optimizer_stepped`, after the steps of these optimizers alone."""
         self.optimizers.attach(optimizers, [p for _, p in self.named_parameters], stepped)
-
-    # -- the group -------------------------------------------------------------------------------------------------------
 
     def move_to_group(self, group: Group) -> None:
         """Communicate over another group from the next reduction on."""

@@ -103,9 +103,6 @@ class RemoteTraceback(Exception):
         return f'\n"""\n{self.args[0]}"""'
 
 
-# -- jobs ------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class JobContext:
     """One rank of a job."""
@@ -207,9 +204,6 @@ def _exactly(sock: socket.socket, count: int) -> bytearray:
             raise EOFError("the other side has closed the connection")
         done += got
     return data
-
-
-# -- pickling: functions out, results and errors back ------------------------------------------------------------------------
 
 
 class _Shipper(cloudpickle.Pickler):  # type: ignore[misc]
