@@ -1,4 +1,10 @@
-"""Worlds of torch.distributed on the ranks of a group."""
+"""Worlds of torch.distributed on the ranks of a group.
+
+Note [The last owner of torch's group]
+When ProcessGroupGloo ends it joins its threads, one of which may need the interpreter lock to drop a tensor of a Work that has just
+ended. If its last owner is a Python object, the lock is released meanwhile; if it is torch's reducer, it is not, and both wait for
+ever. A test's model may live longer than the world, so the group of ranks keeps a reference until it is closed.
+"""
 
 import importlib
 from collections.abc import Iterator
@@ -39,5 +45,7 @@ def torch_world(group: gw.Group, backend: str, *, kind: str = "gloo", timeout: t
     group.broadcast(port, 0)
     store = store or dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=PATIENCE)
     with initialised(backend, store, group.rank, group.size, kind=kind, timeout=timeout):
+        if backend == "gloo":  # see Note [The last owner of torch's group]
+            group.torchs_world = dist.group.WORLD  # type: ignore[attr-defined]
         yield
     group.barrier()  # rank 0 holds the store's server; it stays until all have gone

@@ -1,10 +1,12 @@
 """The launcher of an elastic run on real processes, which train nothing: see `helpers.elastic_member`."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +22,34 @@ TRAIN = "from pathlib import Path\nfrom helpers.elastic_member import train\ntra
 def wait_for_view(folder: Path, *ranks: int) -> dict[int, int]:
     """Wait until the last view has these ranks; return their processes."""
 
-    def last() -> dict[int, int]:
+    found: dict[int, int] = {}
+
+    def arrived() -> bool:
         views = [(int(file.name.split("-")[1]), file) for file in folder.glob("view-*")]
         files = [file for epoch, file in views if epoch == max(views)[0]]
-        return {int(file.name.split("-")[2]): int(file.read_text() or "0") for file in files}
+        found.clear()
+        found.update({int(file.name.split("-")[2]): int(file.read_text() or "0") for file in files})
+        return tuple(sorted(found)) == ranks and all(found.values())
 
-    wait_until(lambda: tuple(sorted(found := last())) == ranks and all(found.values()), f"a view of {ranks}")
-    return last()
+    wait_until(arrived, f"a view of {ranks}")
+    return found
+
+
+@contextlib.contextmanager
+def beside(faults: Callable[[], None], folder: Path) -> Iterator[None]:
+    """In a thread; if they fail, the run ends."""
+
+    def inject() -> None:
+        try:
+            faults()
+        except BaseException:
+            (folder / "done").touch()
+            raise
+
+    thread = threading.Thread(target=inject)
+    thread.start()
+    yield
+    thread.join()
 
 
 @pytest.mark.parametrize("launch", ["forked"], indirect=True)
@@ -48,11 +71,9 @@ def test_a_run_goes_on_when_ranks_and_the_hub_die_stop_and_leave(launch, tmp_pat
         wait_until(lambda: not Path(f"/proc/{first[0]}").exists(), "it is reaped, after the hub has answered")
         (tmp_path / "done").touch() if ends_by == "itself" else os.kill(os.getpid(), signal.SIGTERM)
 
-    thread = threading.Thread(target=faults)
-    thread.start()
     plan = ElasticPlan(2, "2:4", hub.address, b"a key", hub, spares=1)
-    code, out, err = launch(TRAIN, 4, "import helpers.elastic_member", plan=plan)
-    thread.join()
+    with beside(faults, tmp_path):
+        code, out, err = launch(TRAIN, 4, "import helpers.elastic_member", plan=plan)
     hub.close()
     assert code == 0, err
     assert out.startswith(
@@ -101,11 +122,9 @@ def test_chaos_sends_signals_to_ranks_and_to_the_hub(launch, tmp_path) -> None:
         wait_until(lambda: hub.process.pid != before, "the hub is started again")
         (tmp_path / "done").touch()
 
-    thread = threading.Thread(target=faults)
-    thread.start()
     plan = ElasticPlan(1, "1:2", hub.address, b"a key", hub, chaos=chaos)
-    code, _, err = launch(TRAIN, 2, "import helpers.elastic_member", plan=plan, directory=tmp_path)
-    thread.join()
+    with beside(faults, tmp_path):
+        code, _, err = launch(TRAIN, 2, "import helpers.elastic_member", plan=plan, directory=tmp_path)
     hub.close()
     assert code == 0, err
     lines = re.sub(r"[\w-]+-[0-9a-f]{4}-(\d+)", r"m\1", err.decode())

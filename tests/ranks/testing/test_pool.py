@@ -70,7 +70,7 @@ def test_a_pool_of_its_own_ends_its_workers(capfd: pytest.CaptureFixture[str]) -
 
 
 def test_a_call_inside_another_one_on_the_same_pool_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradwire.testing.pool.pool.TURN_LIMIT", 0.1)
+    monkeypatch.setattr("gradwire.testing.pool.protocol.TURN_LIMIT", 0.1)
     with RankPool() as pool, pytest.raises(GroupError, match="another call on this pool has not ended"):
         pool.run(lambda context: context.report(1), 1, on_report=lambda _: pool.run(lambda context: None, 1))
 

@@ -129,10 +129,11 @@ class _Lane:
     def __init__(self, group: Group) -> None:
         self.worker = Worker(f"reductions-{group.name}-{group.rank}")
         weakref.finalize(self, self.worker.stop)
-        _lanes[group.ledger] = self
+        _lanes[group.ledger] = weakref.ref(self)
 
 
-_lanes: weakref.WeakValueDictionary[Ledger, _Lane] = weakref.WeakValueDictionary()
+_lanes: weakref.WeakKeyDictionary[Ledger, weakref.ref[_Lane]] = weakref.WeakKeyDictionary()
+"""Weak on both sides: the error that a group has failed with may reach the model, and so the lane."""
 
 
 class Driver:
@@ -140,7 +141,8 @@ class Driver:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self._owned: _Lane | None = _lanes.get(group.ledger) or _Lane(group)
+        lane = _lanes.get(group.ledger)
+        self._owned: _Lane | None = (lane and lane()) or _Lane(group)
         self._lane = self._owned.worker
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.captured = CapturedReductions()
