@@ -6,6 +6,7 @@ import time
 import pytest
 
 from gradwire.cli import main
+from gradwire.observe.hangs import stacks
 from gradwire.observe.hangs.hang_report import saved_hangs
 from gradwire.observe.hangs.hang_watch import HangWatch
 from gradwire.observe.hangs.stacks import parse_stacks
@@ -18,6 +19,12 @@ from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import FlightRecorder
 from gradwire.runtime.host import ProcessState
 from helpers.recorder_put import put
+
+
+@pytest.fixture(autouse=True)
+def no_py_spy(monkeypatch):
+    """It would be started where it is installed."""
+    monkeypatch.setattr(stacks, "program", lambda: None)
 
 
 @pytest.fixture
