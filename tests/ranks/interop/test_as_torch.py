@@ -126,6 +126,7 @@ def test_what_a_hook_raises_comes_out_of_torchs_backward(torch_world: Callable[.
             with pytest.raises((ValueError, RuntimeError), match="no gradient for you"):
                 model(torch.ones(1, 6)).sum().backward()
             hook.close()
+        group.torchs_world = None  # type: ignore[attr-defined]  # which that model would keep for good too
 
     run_ranks(rank_main, 2, kind="gloo")
 
