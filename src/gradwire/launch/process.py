@@ -107,6 +107,9 @@ class RankProcess:
         for group in (self._guardian.pid, self.pid):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, number)
+        if number == signal.SIGSTOP:  # which cannot be blocked
+            with suppress(ProcessLookupError):
+                os.kill(self._guardian.pid, signal.SIGCONT)
 
     def companions(self) -> list[int]:
         """Processes of the rank's group that still run, except the rank and its guardian."""

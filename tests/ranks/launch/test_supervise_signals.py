@@ -90,7 +90,6 @@ def main():
             rank.send(number)
         if {stopped}:
             rank.send(signal.SIGSTOP)
-            # Linux continues stopped processes whose launcher ends, not those that are about to stop.
             for pid in line.split():
                 while open(f'/proc/{{pid}}/stat').read().rpartition(')')[2].split()[0] != 'T':
                     time.sleep(0.01)
