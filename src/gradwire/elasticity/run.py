@@ -7,18 +7,22 @@ step, or commits it after all, and the loop computes what comes next.
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradwire.collectives import barrier
 from gradwire.elasticity.deal import Deal, fixed_hash
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.performer import Build, Limits, Performer
 from gradwire.elasticity.run_records import RunRecords
+from gradwire.elasticity.state import pack, save, unpack
 from gradwire.elasticity.training import Training
 from gradwire.errors import CollectiveMismatch, GroupError, HookError, UsageError, UsageTypeError
 from gradwire.events import Handle
@@ -229,7 +233,7 @@ class ElasticRun:
 
     def register(self, **objects: Any) -> None:
         """Objects with `state_dict` and `load_state_dict` that belong to the run: they travel to members that join."""
-        self._refuse_after_start("register", "register=")
+        _refuse_after_start(self._performer, "register", "register=")
         for name, one in objects.items():
             if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
                 raise UsageTypeError(
@@ -238,19 +242,21 @@ class ElasticRun:
         self.training.registered |= objects
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a run needs to go on from the last committed step: pass it to `gw.elastic(state=...)`."""
-        return self.training.state_dict()
+        """Everything that a run needs to go on from the last committed step: pass it to `gw.elastic(state=...)`. All but the
+        model's is JSON and tensors, which any checkpoint keeps as they are."""
+        state, tensors = self.training.state_dict(), list[Tensor]()
+        model, rest = state.pop("model"), json.dumps(pack(state, tensors))
+        return {"model": model, "run": rest, "tensors": {str(number): one for number, one in enumerate(tensors)}}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `state_dict()` into a safetensors file, completely or not at all: pass it to `gw.elastic(state=path)`."""
+        save(self.state_dict(), Path(path))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin with this state, if nobody else has begun the run."""
-        self._refuse_after_start("load_state_dict", "state=")
-        self.training.load_state_dict(state)
-
-    def _refuse_after_start(self, method: str, instead: str) -> None:
-        if self._performer is not None:
-            raise UsageError(
-                f"{method}() of a run that has begun: the state of the others has been received. Pass {instead} to gw.elastic."
-            )
+        _refuse_after_start(self._performer, "load_state_dict", "state=")
+        tensors = [state["tensors"][str(number)] for number in range(len(state["tensors"]))]
+        self.training.load_state_dict({"model": state["model"], **unpack(json.loads(state["run"]), tensors)})
 
 
 class ElasticStep:
@@ -284,3 +290,10 @@ class ElasticStep:
         self.ended = True
         self.committed = self._run.commit()
         return self.committed
+
+
+def _refuse_after_start(performer: Performer | None, method: str, instead: str) -> None:
+    if performer is not None:
+        raise UsageError(
+            f"{method}() of a run that has begun: the state of the others has been received. Pass {instead} to gw.elastic."
+        )

@@ -1,27 +1,32 @@
 """State on its way to another member or into a file: tensors as bytes, all else as JSON, and nothing is ever executed.
 
 `pack` takes apart what `state_dict()`s are made of: dicts, lists, tuples, numbers, texts and tensors. `send` and `receive` bring it
-to a member that joins, with a checksum for each tensor.
+to a member that joins, with a checksum for each tensor. `save` and `load` keep it in a safetensors file, with the JSON as metadata.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import zlib
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import build
-from gradwire.errors import GroupError, UsageTypeError
+from gradwire.errors import GroupError, UsageError, UsageTypeError
 from gradwire.groups.base import Group
+from gradwire.runtime.cleanup import on_failure
 
 _PIECE = 2**24
 """Bytes of a message: a member that receives needs no second copy of the whole."""
 _TAG = 0x656C61
+_ABOUT = "gradwire"
 
 
 def pack(value: Any, tensors: list[Tensor], path: str = "state") -> Any:
@@ -97,6 +102,36 @@ def receive(group: Group, rank: int) -> Any:
             )
         tensors.append(row.view(like.dtype).view(shape) if like.nbytes else like)
     return unpack(packed, tensors)
+
+
+def save(value: Any, path: Path) -> None:
+    """Write a state into a file, which is there when all of it is."""
+    tensors: list[Tensor] = []
+    about, whole = {_ABOUT: json.dumps(pack(value, tensors))}, path.with_name(f".{path.name}-{os.getpid()}")
+    seen: set[int] = set()
+    for number, tensor in enumerate(tensors):  # a file has no tensors that share memory
+        where, tensors[number] = tensor.untyped_storage().data_ptr(), tensor.contiguous()
+        tensors[number] = tensors[number].clone() if where in seen else tensors[number]
+        seen.add(where)
+    with on_failure(whole.unlink, missing_ok=True):
+        _safetensors("torch").save_file({str(number): one for number, one in enumerate(tensors)}, whole, metadata=about)
+        whole.replace(path)
+
+
+def load(path: Path) -> Any:
+    """The state in a file of `save`, with its tensors on the CPU."""
+    with _safetensors("").safe_open(path, "pt") as file:
+        about = (file.metadata() or {}).get(_ABOUT)
+        if about is None:
+            raise UsageError(f"{path}: this file holds no state of a run. Pass one that run.save() has written.")
+        return unpack(json.loads(about), [file.get_tensor(str(number)) for number in range(len(file.keys()))])
+
+
+def _safetensors(module: str) -> Any:
+    try:
+        return importlib.import_module(f"safetensors.{module}".rstrip("."))
+    except ImportError as error:
+        raise UsageError("Files of a run need safetensors: pip install 'gradwire[elastic]'.") from error
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -214,7 +214,7 @@ class Training:
         for name, one in self.registered.items():
             one.load_state_dict(state["registered"][name])
         runner = self.replica.runner
-        runner.states = from_dict(state["hook"], runner.hook, rank=-1)
+        runner.states = from_dict(state["hook"], runner.hook, rank=state["hook"]["rank"])  # also what that rank owes
         self.committed = state["committed"]
 
     def _travelling(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from gradwire.elasticity.hub import HubClient, Records
 from gradwire.elasticity.performer import Limits
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
+from gradwire.elasticity.state import load
 from gradwire.elasticity.view_groups import ViewGroups
 from gradwire.errors import UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT
@@ -39,7 +41,7 @@ def elastic(
     steps: int | None = None,
     update: Callable[[], object] | None = None,
     register: Mapping[str, Any] | None = None,
-    state: Mapping[str, Any] | None = None,
+    state: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     min_ranks: int | None = None,
     patience: float = 600.0,
     kind: str = AUTO,
@@ -53,8 +55,8 @@ def elastic(
 
     `data` deals each step's samples to the members; a run ends after `steps`. A commit calls `update`, by default
     `optimizer.step`: clip gradients, step a GradScaler or a scheduler there. `register` names whatever else has a `state_dict` that
-    members that join need. `state` is where a run begins that nobody else has begun. Below `min_ranks` (that of
-    `gradwire run --elastic`) training waits, for `patience` seconds. Parameters are compared every `check_every` steps.
+    members that join need. `state`, or a file of `run.save`, is where a run begins that nobody else has begun. Below `min_ranks`
+    (that of `gradwire run --elastic`) training waits, for `patience` seconds. Parameters are compared every `check_every` steps.
     """
     environ = os.environ
     start_recorder(find_world(environ), "gw.elastic()")
@@ -63,7 +65,7 @@ def elastic(
     run.training.update = update or optimizer.step
     run.register(**(register or {}))
     if state is not None:
-        run.load_state_dict(state)
+        run.load_state_dict(state if isinstance(state, Mapping) else load(Path(state)))
     groups = ViewGroups(kind, timeout=timeout, **shared_memory_options(environ))
     connect, me, starters = _hub(environ)
     fewest, _, most = environ.get("GRADWIRE_ELASTIC", "1:").partition(":")
@@ -112,7 +114,9 @@ def _hub(environ: Mapping[str, str]) -> tuple[Callable[[], RunRecords], str, int
             )
         with tempfile.TemporaryDirectory() as directory:
             records = Records(Path(directory) / "hub")
-        return lambda: RunRecords(records), "alone", 1
+        connect = lambda: RunRecords(records)  # noqa: E731
+        weakref.finalize(connect, records.close)
+        return connect, "alone", 1
     host, _, port = environ["GRADWIRE_HUB"].rpartition(":")
     key = bytes.fromhex(environ.get("GRADWIRE_HUB_KEY", ""))
     address = (host, int(port))

@@ -5,17 +5,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import gradwire as gw
 from gradwire import hooks
 from gradwire.elasticity.deal import Deal
 from gradwire.elasticity.hub import Records
@@ -23,7 +30,7 @@ from gradwire.elasticity.machine import View
 from gradwire.elasticity.performer import Evicted, Limits, Performer, TooFewMembers
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
-from gradwire.elasticity.state import pack, unpack
+from gradwire.elasticity.state import load, pack, save, unpack
 from gradwire.errors import HookError, ReplicasDiverged, UsageError, UsageTypeError
 from gradwire.groups.threads_group import ThreadGroup
 from gradwire.policies import Graph
@@ -390,6 +397,83 @@ def test_what_a_step_has_committed_stays_when_members_change(tmp_path: Path) -> 
     assert unpack(packed, [torch.ones(1)] * 99)["optimizer"]["param_groups"][0]["lr"] == 0.1
     run.close()
     records.close()
+
+
+class Tied(nn.Module):
+    """Two parameters that share memory, and a buffer without an element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.last, self.unused = nn.Linear(4, 4), nn.Linear(0, 2)
+        self.last.weight = self.first.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+@pytest.fixture
+def _sigterm() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+CHECKPOINTS: dict[str, tuple[Callable[[ElasticRun, Path], object], Callable[[Path], Any]]] = {
+    "torch.save": (lambda run, path: torch.save(run.state_dict(), path), torch.load),
+    "safetensors": (lambda run, path: run.save(str(path)), lambda path: path),
+    "distributed": (
+        lambda run, path: torch.distributed.checkpoint.save(run.state_dict(), checkpoint_id=path, no_dist=True),
+        lambda path: dcp_to_torch_save(path, path / "one file") or torch.load(path / "one file"),
+    ),
+}
+
+
+@pytest.mark.usefixtures("_sigterm")
+@pytest.mark.parametrize("how", CHECKPOINTS)
+@pytest.mark.parametrize("hook", [None, hooks.chain(hooks.error_feedback(), hooks.quantize(bits=8))], ids=str)
+def test_a_run_that_begins_from_a_checkpoint_has_the_same_bits(tmp_path: Path, how: str, hook: Any) -> None:
+    def train(steps: int, state: Any = None, into: Path | None = None) -> tuple[Any, list[Tensor]]:
+        torch.manual_seed(0)
+        model = Tied()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True)
+        rates = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 7])
+        update = lambda: (optimizer.step(), rates.step())  # noqa: E731
+        with gw.elastic(
+            model, optimizer, hook=hook, data=deal(), steps=steps, update=update, register={"rates": rates},
+            state=state, graph=Graph.FIND_UNUSED,
+        ) as run:  # fmt: skip
+            for step in run:
+                for x, _ in step:
+                    model(x).square().mean().backward()
+                step.commit()
+        if into is not None:
+            write(run, into)
+        tensors: list[Tensor] = []
+        return pack(run.state_dict(), tensors), tensors
+
+    write, read = CHECKPOINTS[how]
+    expected, tensors = train(STEPS)
+    train(STEPS // 2, into=tmp_path / "checkpoint")
+    packed, again = train(STEPS, read(tmp_path / "checkpoint"))
+    assert packed == expected
+    assert all(map(torch.equal, again, tensors))
+    assert how == "distributed" or os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "other")
+    with pytest.raises(UsageError, match="other: this file holds no state of a run"):
+        load(tmp_path / "other")
+    with pytest.raises(UsageTypeError, match=r"state\['a'\] is a object"):
+        save({"a": object()}, tmp_path / "new")
+    with pytest.raises(SafetensorError):  # nothing is left of a file that could not be written
+        save({"a": torch.ones(1)}, tmp_path / "none" / "new")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(UsageError, match=r"pip install 'gradwire\[elastic\]'"):
+        load(tmp_path / "other")
+    assert os.listdir(tmp_path) == ["other"]
 
 
 def test_misuse_is_refused(tmp_path: Path) -> None:
