@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gradwire.collectives import barrier
 from gradwire.elasticity.deal import Deal, fixed_hash
 from gradwire.elasticity.machine import View
-from gradwire.elasticity.performer import Build, Limits, Performer
+from gradwire.elasticity.performer import Build, Limits, Performer, TooFewMembers
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.state import pack, save, unpack
 from gradwire.elasticity.training import Training
@@ -80,6 +80,8 @@ class ElasticRun:
         """After how many steps the loop ends."""
         self.check_every = 100
         """After how many steps members compare their parameters."""
+        self.rescue: str | os.PathLike[str] | None = None
+        """Where the state is saved when too few members are left."""
         self.training = Training(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
         self.training.entered = self._entered
         self.training.replica.reducer.iterations.survive = self._survive
@@ -202,10 +204,19 @@ class ElasticRun:
                     f"commit() of step {number}: gradients were averaged {self.training.averaged} times in it. Take the next batch "
                     "only after the backward of the one before; call commit() after the last."
                 )
-            if self._share_buffers():
+        try:
+            if not performer.frozen and self._share_buffers():
                 due = number == self.view.step or (self.check_every and number % self.check_every == 0)
                 performer.vote(self.training.facts(self.view, digests=bool(due)))
-        performer.settle()
+            performer.settle()
+        except TooFewMembers as error:
+            if self.rescue is not None and performer.member.holds:
+                self.training.drop()
+                self.save(self.rescue)
+                error.add_note(
+                    f"The state after step {self.committed} is saved: gw.elastic(state={str(self.rescue)!r})."
+                )
+            raise
         if not self.done:
             self.training.open()
         return self.committed > number

@@ -44,6 +44,7 @@ def elastic(
     state: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     min_ranks: int | None = None,
     patience: float = 600.0,
+    rescue: str | os.PathLike[str] | None = None,
     kind: str = AUTO,
     timeout: float = DEFAULT_TIMEOUT,
     graph: Graph = Graph.ALL_USED,
@@ -56,12 +57,13 @@ def elastic(
     `data` deals each step's samples to the members; a run ends after `steps`. A commit calls `update`, by default
     `optimizer.step`: clip gradients, step a GradScaler or a scheduler there. `register` names whatever else has a `state_dict` that
     members that join need. `state`, or a file of `run.save`, is where a run begins that nobody else has begun. Below `min_ranks`
-    (that of `gradwire run --elastic`) training waits, for `patience` seconds. Parameters are compared every `check_every` steps.
+    (that of `gradwire run --elastic`) training waits, for `patience` seconds; then the state is saved in the file `rescue`, and
+    `TooFewMembers` raised. Parameters are compared every `check_every` steps.
     """
     environ = os.environ
     start_recorder(find_world(environ), "gw.elastic()")
     run = ElasticRun(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
-    run.steps, run.check_every = steps, check_every
+    run.steps, run.check_every, run.rescue = steps, check_every, rescue
     run.training.update = update or optimizer.step
     run.register(**(register or {}))
     if state is not None:

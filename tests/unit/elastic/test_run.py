@@ -281,8 +281,12 @@ def test_a_process_that_comes_when_training_has_ended_does_nothing(tmp_path: Pat
     assert world.runs["late"].committed == 0
 
 
-def test_too_few_members_raise_when_patience_ends(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_sigterm")
+def test_too_few_members_raise_when_patience_ends_and_save_the_state(tmp_path: Path) -> None:
+    path = tmp_path / "rescued"
+
     def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
+        run.rescue = path
         if me == "b" and place == "forward" and run.committed == 2:
             raise Killed
 
@@ -290,8 +294,17 @@ def test_too_few_members_raise_when_patience_ends(tmp_path: Path) -> None:
     for me in "ab":
         world.start(me, 2)
     world.join()
-    assert isinstance(world.errors["a"], TooFewMembers)
-    assert "fewer than 2 members are left" in str(world.errors["a"])
+    assert isinstance(error := world.errors["a"], TooFewMembers)
+    assert "fewer than 2 members are left" in str(error)
+    assert error.__notes__ == [f"The state after step 2 is saved: gw.elastic(state='{path}')."]
+    model, optimizer = make_model(9)
+    with gw.elastic(model, optimizer, data=deal(), steps=STEPS, state=path) as run:
+        assert run.committed == 2
+        for step in run:
+            for x, y in step:
+                (model(x).squeeze(1) - y).square().mean().backward()
+            step.commit()
+    assert all(torch.equal(one, alone(1)[name]) for name, one in model.state_dict().items())
 
 
 def test_a_joiner_is_told_when_nobody_has_the_state_any_more(tmp_path: Path) -> None:
