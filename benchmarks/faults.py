@@ -132,10 +132,10 @@ def result(
     rows["all"] |= {"steps": goodput, "plain": plain, "goodput": plain and goodput / plain}
     columns = [
         Column("number", "faults"),
-        Column("wait", "to the next commit", time_words),
-        Column("p99", "99 of 100 within", time_words),
+        Column("wait", "to commit", time_words),
+        Column("p99", "99 %", time_words),
         Column("steps", "steps/s", fixed(1)),
-        Column("plain", "of DDP without faults", fixed(1)),
+        Column("plain", "of DDP", fixed(1)),
         Column("goodput", "goodput", fixed(2)),
     ]
     rare = [place for place in PLACES if len(waits[place]) < SHARE * args.faults]
@@ -151,7 +151,10 @@ def result(
         "members": f"{args.ranks}, seed {args.seed}",
         "faults": f"{len(faults)} SIGKILL, {len(changed)} counted",
     }
-    caption = "A fault counts if members have changed since. Median, and quartiles below it."
+    caption = (
+        "A fault counts if members have changed since. To commit: from a fault to the next commit of anybody; median, quartiles "
+        "below it, and within what 99 of 100 are. Of DDP: steps/s without faults, and goodput relative to it."
+    )
     error = GroupError(lines[1]) if rest or not record.faultless else None
     if rare and args.faults >= _MANY:
         error = error or GroupError(lines[2])

@@ -1,7 +1,7 @@
 """State on its way to another member or into a file: tensors as bytes, all else as JSON, and nothing is ever executed.
 
 `pack` takes apart what `state_dict()`s are made of: dicts, lists, tuples, numbers, texts and tensors. `send` and `receive` bring it
-to a member that joins, with a checksum for each tensor. `save` and `load` keep it in a safetensors file, with the JSON as metadata.
+to a member that joins, with a checksum for each tensor. `save` and `load` keep it in a safetensors file.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def send(group: Group, rank: int, value: Any) -> None:
         [str(t.dtype).removeprefix("torch."), list(t.shape), _checksum(row)]
         for t, row in zip(tensors, rows, strict=True)
     ]
-    head = torch.frombuffer(bytearray(json.dumps([packed, about]).encode()), dtype=torch.uint8)
+    head = _row(json.dumps([packed, about]))
     _send(group, rank, torch.tensor([head.numel()], device="cpu").view(torch.uint8))
     for row in [head, *rows]:
         _send(group, rank, row)
@@ -107,24 +107,24 @@ def receive(group: Group, rank: int) -> Any:
 def save(value: Any, path: Path) -> None:
     """Write a state into a file, which is there when all of it is."""
     tensors: list[Tensor] = []
-    about, whole = {_ABOUT: json.dumps(pack(value, tensors))}, path.with_name(f".{path.name}-{os.getpid()}")
+    about, whole = _row(json.dumps(pack(value, tensors))), path.with_name(f".{path.name}-{os.getpid()}")
     seen: set[int] = set()
     for number, tensor in enumerate(tensors):  # a file has no tensors that share memory
         where, tensors[number] = tensor.untyped_storage().data_ptr(), tensor.contiguous()
         tensors[number] = tensors[number].clone() if where in seen else tensors[number]
         seen.add(where)
     with on_failure(whole.unlink, missing_ok=True):
-        _safetensors("torch").save_file({str(number): one for number, one in enumerate(tensors)}, whole, metadata=about)
+        _safetensors("torch").save_file({_ABOUT: about, **{str(n): one for n, one in enumerate(tensors)}}, whole)
         whole.replace(path)
 
 
 def load(path: Path) -> Any:
     """The state in a file of `save`, with its tensors on the CPU."""
     with _safetensors("").safe_open(path, "pt") as file:
-        about = (file.metadata() or {}).get(_ABOUT)
-        if about is None:
+        if _ABOUT not in (names := set(file.keys())):
             raise UsageError(f"{path}: this file holds no state of a run. Pass one that run.save() has written.")
-        return unpack(json.loads(about), [file.get_tensor(str(number)) for number in range(len(file.keys()))])
+        about = json.loads(bytes(file.get_tensor(_ABOUT).numpy()))
+        return unpack(about, [file.get_tensor(str(number)) for number in range(len(names) - 1)])
 
 
 def _safetensors(module: str) -> Any:
@@ -132,6 +132,10 @@ def _safetensors(module: str) -> Any:
         return importlib.import_module(f"safetensors.{module}".rstrip("."))
     except ImportError as error:
         raise UsageError("Files of a run need safetensors: pip install 'gradwire[elastic]'.") from error
+
+
+def _row(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from gradwire.autograd.compiled.install import has_hooks
 from gradwire.errors import UsageError
 from gradwire.events import Handle
 from gradwire.groups.base import Group
@@ -67,6 +68,7 @@ def replicate(
         module.register_forward_hook(around.after),
         module.register_forward_hook(around.at_exit, always_call=True),
     ]
+    has_hooks(module)
     object.__setattr__(module, _MARK, replica)
     replica.handles += [Handle(r.remove) for r in removers]
     weak = weakref.ref(module)

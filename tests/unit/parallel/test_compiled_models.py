@@ -222,6 +222,17 @@ def test_graphs_of_before_are_compiled_again(reported: list[int], ran: str, form
     run_ranks(rank_main, 1)
 
 
+@pytest.mark.parametrize("ran", ["it", "another"])
+@on_ranks(1)
+def test_a_module_of_torchs_own_that_was_compiled_before_it_had_hooks(group: Group, ran: str) -> None:
+    models = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]
+    compiled = [torch.compile(model, backend="eager") for model in models]
+    compiled[ran == "it"](torch.ones(2, 4)).sum().backward()
+    replica = replicate(models[1], group=group)
+    compiled[1](torch.ones(2, 4)).sum().backward()
+    assert replica.reducer.steps == 1
+
+
 def test_graphs_that_report_are_used_again(reported: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def rank_main(group: Group) -> None:
         for _ in range(3):
