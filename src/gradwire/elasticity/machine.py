@@ -214,11 +214,15 @@ class Member(NamedTuple):
         if len(stay) < self.min_ranks or not (holders or self.view.begins):
             # A leaver need not wait. If it was told to leave after it froze, others may count on its state.
             return self._stop(step) if self.me in leavers and self.me not in stay else (self, ())
-        if holders and all(here[m].prepared and here[m].step == step for m in holders):
-            step += 1
+        step = _decided(hub, here)
         fresh = tuple(m for m in stay if m not in (holders or stay[:1]))
         begins = self.view.begins and step == self.view.step
         return self, (Propose(View(self.epoch + 1, tuple(stay), step, fresh, begins)),)
+
+    def give_up(self, hub: HubState) -> Reaction:
+        """There will be no next view: be at the step at which it would have begun, as far as is known."""
+        here = {m: standing for m, standing in hub.standings.items() if m not in hub.gone}
+        return self._settle(_decided(hub, here))
 
     def _apply(self, view: View) -> Reaction:
         if self.view is None:
@@ -251,3 +255,10 @@ class Member(NamedTuple):
         if self.prepared and self.step + 1 == step:
             return self._replace(prepared=False, step=step), (*before, Commit(self.step))
         return self._replace(prepared=False), (*before, Drop(self.step))
+
+
+def _decided(hub: HubState, here: Mapping[str, Standing]) -> int:
+    """How many steps are committed when these go on: one more than anybody has committed if all are prepared for it."""
+    step = max((standing.step for standing in hub.standings.values()), default=0)
+    holders = [standing for standing in here.values() if standing.holds]
+    return step + bool(holders and all(standing.prepared and standing.step == step for standing in holders))

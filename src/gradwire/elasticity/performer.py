@@ -182,6 +182,7 @@ class Performer:
                 time.sleep(_PAUSE)
             self._react(lambda member, hub=hub: member.look(hub))  # type: ignore[misc]
             if time.monotonic() > deadline and self.member.phase is machine.MemberPhase.FROZEN:
+                self._react(lambda member, hub=hub: member.give_up(hub))  # type: ignore[misc]
                 raise self._too_few(hub)
 
     def _too_few(self, hub: machine.HubState) -> TooFewMembers:

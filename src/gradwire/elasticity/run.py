@@ -211,7 +211,6 @@ class ElasticRun:
             performer.settle()
         except TooFewMembers as error:
             if self.rescue is not None and performer.member.holds:
-                self.training.drop()
                 self.save(self.rescue)
                 error.add_note(
                     f"The state after step {self.committed} is saved: gw.elastic(state={str(self.rescue)!r})."

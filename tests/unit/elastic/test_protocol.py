@@ -196,6 +196,22 @@ def test_a_leaver_does_not_wait(standings: Any, gone: str, min_ranks: int, settl
 
 
 @pytest.mark.parametrize(
+    ("standings", "gone", "todo"),
+    [
+        ({"a": Standing(7, True)}, "b", Commit(7)),
+        ({"a": Standing(7, True), "b": Standing(7, False)}, "", Drop(7)),
+        ({"a": Standing(7, True), "b": Standing(8, False)}, "b", Commit(7)),
+        ({}, "", Drop(7)),
+    ],
+    ids=["all are prepared", "another is not", "another has committed", "the hub is away"],
+)
+def test_a_member_that_gives_up_is_where_the_next_view_would_be(standings: Any, gone: str, todo: Any) -> None:
+    member, found = FROZEN._replace(prepared=True).give_up(HubState(standings, frozenset(gone)))
+    assert found == (todo,)
+    assert member.step == 7 + isinstance(todo, Commit)
+
+
+@pytest.mark.parametrize(
     ("member", "step", "todo"),
     [
         (FROZEN._replace(prepared=True), 8, (Commit(7),)),
