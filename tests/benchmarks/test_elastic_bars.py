@@ -39,12 +39,11 @@ def training(
 
 
 def show(what: str, waits: list[float], bar: float) -> None:
-    """Print the figures. A busy machine may miss the bar now and then, but a wait that nothing ends misses it by far."""
+    """Print the figures. On a busy machine they may miss the bar."""
     late = sum(wait > bar for wait in waits)
     numbers = f"{len(waits)}, median {statistics.median(waits):.3f} s, at most {max(waits):.3f} s"
     print(f"{what}: {numbers}, {late} above {bar:g} s", flush=True)
-    assert late <= len(waits) // 20
-    assert max(waits) <= 3 * bar
+    assert not late
 
 
 def longest(commits: list[CommitLine], since: float, until: float) -> float:

@@ -205,4 +205,4 @@ def test_all_cuts_of_four_hosts_and_a_hub(lost: str, tmp_path: Path, warm_python
     run.check()
     assert "SIG" not in "".join(outputs)
     late = {cut: wait for cut, wait in waits.items() if wait > LEASE + 1.0}
-    assert len(late) <= len(waits) // 20, late  # a busy machine may be late now and then
+    assert not late  # but on a busy machine
