@@ -253,20 +253,19 @@ def faults_in(one: Trial) -> tuple[set[int], set[int], set[tuple[int, int]], set
 def result(machine: Mapping[str, str], args: argparse.Namespace, rows: dict[str, Any], lines: list[str]) -> Result:
     """The table."""
     columns = [
-        Column("faults", "faults"),
-        Column("steps", "steps"),
+        Column("faults", "kills"),
         Column("goodput", "goodput", fixed(2), below="of torch", show_below=fixed(2)),
-        Column("samples", "of samples", fixed(2)),
-        Column("wait", "next commit after", time_words),
-        Column("p99", "99 % within", time_words),
-        Column("repeated", "repeated"),
-        Column("retried", "retried"),
+        Column("samples", "samples", fixed(2)),
+        Column("wait", "to commit", time_words),
+        Column("p99", "99 %", time_words),
+        Column("repeated", "redone"),
+        Column("retried", "again"),
     ]
     caption = (
-        f"Goodput: steps committed per second relative to {BASES['ddp']} without faults, and below it to {BASES['torch-ddp']}. Of "
-        "samples: the same for samples of committed steps. Next commit: from a kill to that of a step that nobody had "
-        "committed; median, and quartiles below it. Repeated: steps that were committed, lost and computed again. Retried: steps "
-        "that a rank computed and dropped at least once."
+        f"Goodput: steps committed per second relative to {BASES['ddp']} without faults, and below it to {BASES['torch-ddp']}. "
+        "Samples: the same for samples of committed steps. To commit: from a kill to the commit of a step that nobody had "
+        "committed; median, quartiles below it, and within what 99 of 100 are. Redone: steps that were committed, lost and computed "
+        "again. Again: steps that a rank computed and dropped at least once."
     )
     lines += [
         f"{name}: after {row['differ']} steps ranks had different parameters, and {row['skipped']} times a rank missed a step and "
