@@ -264,7 +264,7 @@ def result(machine: Mapping[str, str], args: argparse.Namespace, rows: dict[str,
     caption = (
         f"Goodput: steps committed per second relative to {BASES['ddp']} without faults, and below it to {BASES['torch-ddp']}. "
         "Samples: the same for samples of committed steps. To commit: from a kill to the commit of a step that nobody had "
-        "committed; median, quartiles below it, and within what 99 of 100 are. Redone: steps that were committed, lost and computed "
+        "committed; median, quartiles below it, and within what 99 of 100 are. Redone: steps committed, then lost, and computed "
         "again. Again: steps that a rank computed and dropped at least once."
     )
     lines += [
