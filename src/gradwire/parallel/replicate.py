@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from gradwire.autograd.compiled.install import has_hooks
+from gradwire.autograd.compiled.install import hooks_were_added
 from gradwire.errors import UsageError
 from gradwire.events import Handle
 from gradwire.groups.base import Group
@@ -68,7 +68,7 @@ def replicate(
         module.register_forward_hook(around.after),
         module.register_forward_hook(around.at_exit, always_call=True),
     ]
-    has_hooks(module)
+    hooks_were_added(module)
     object.__setattr__(module, _MARK, replica)
     replica.handles += [Handle(r.remove) for r in removers]
     weak = weakref.ref(module)

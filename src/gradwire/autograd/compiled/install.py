@@ -34,8 +34,8 @@ def forward_begins(model: nn.Module, limits: op.Limits) -> None:
             _graphs.renew(model, limits)
 
 
-def has_hooks(module: nn.Module) -> None:
-    """Hooks were added to the module: what was compiled without them is not used for it."""
+def hooks_were_added(module: nn.Module) -> None:
+    """Call it when a module has got its first hooks: what was compiled without them is not used for it."""
     if type(module).__module__.startswith("torch.") and "torch._dynamo.eval_frame" in sys.modules:
         from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
         from torch._dynamo.external_utils import wrap_inline
