@@ -1,5 +1,6 @@
 """Captured reductions on a GPU: bit for bit what the same hook computes eagerly. See also tests/unit/reducer/test_captured.py."""
 
+import gc
 import itertools
 import threading
 import time
@@ -97,6 +98,30 @@ def test_a_step_that_is_dropped_leaves_the_graphs_valid(nccl: Group, name: str) 
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
         assert step < 8 or (graphs and _segments(captured) == graphs), step
+
+
+@pytest.mark.parametrize("name", ["8 bits", "power_sgd", "top_k", "sign"])
+def test_graphs_add_little_to_the_peak_of_memory(nccl: Group, name: str) -> None:
+    """All that is reserved for graphs counts, as a replay uses it without allocating."""
+
+    def peak(hook: CommHook) -> int:
+        layers = (torch.nn.Linear(2048, 2048) for _ in range(24))
+        ddp = DistributedDataParallel(torch.nn.Sequential(*layers).cuda(), process_group=nccl)
+        ddp.set_hook(hook)
+        for _ in range(8):
+            torch.cuda.reset_peak_memory_stats()
+            ddp.zero_grad()
+            ddp(torch.ones(8, 2048, device="cuda")).sum().backward()
+        assert bool(_graphs(ddp)) == (hook is HOOKS[name])
+        private = [segment for segment in torch.cuda.memory_snapshot() if segment["segment_pool_id"] != (0, 0)]
+        free = sum(segment["total_size"] - segment["allocated_size"] for segment in private)
+        return torch.cuda.max_memory_allocated() + free
+
+    graphs, gradients = peak(HOOKS[name]), 24 * 4 * (2048 * 2048 + 2048)
+    gc.collect()
+    more = graphs - peak(capture(HOOKS[name], enabled=False))
+    print(f"{name}: graphs add {more / 2**20:.0f} MiB to the peak; gradients {gradients / 2**20:.0f} MiB")
+    assert more <= gradients // 10
 
 
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=repr)
