@@ -19,7 +19,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 CODE_LINES = 36_900
 PHYSICAL_LINES = 53_300
 SHARE_OF_TEXT = 0.28
-TEST_LINES = 55_250
+TEST_LINES = 55_500
 
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,

@@ -150,7 +150,12 @@ def _accumulator(parameter: Tensor) -> Any:
     with torch.enable_grad():
         if frozen:
             parameter.requires_grad_()
-        node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        if (view := parameter.view_as(parameter)).grad_fn is None:
+            raise UsageError(
+                "A transform of torch.func around a replicated model: its gradients are functions' results, and would not be averaged. "
+                "Call backward(), or pass torch.func the module inside and average what it returns."
+            )
+        node = view.grad_fn.next_functions[0][0]
         if frozen:
             parameter.requires_grad_(False)
     return node

@@ -94,7 +94,10 @@ def guarded(run: Callable[[argparse.Namespace], int], *, prog: str = "gradwire")
 
 
 def _open_closed_outputs() -> None:
-    """Where the command was started with `>&-`: another file would get the descriptor, and then the output."""
+    """Where the command was started with `<&-` or `>&-`: another file would get the descriptor, and then the output."""
+    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(free)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115

@@ -1,7 +1,15 @@
-"""`replicate`: the function form. It adds hooks to the module: no wrapper around it, and no `module.` in its parameter names."""
+"""`replicate`: the function form. It adds hooks to the module: no wrapper around it, and no `module.` in its parameter names.
+
+Note [A class of its own]
+Dynamo does not check whether a module without hooks has some now (`skip_nnmodule_hook_guards`): it would use what it has compiled
+for this module before, or for another of its class, without our hooks. But it does check a module's class. So a replicated module
+gets a subclass of its class, of the same name, until it is detached; its copies and pickles are of the class it had.
+"""
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import sys
 import weakref
 from collections.abc import Collection
@@ -9,7 +17,6 @@ from typing import Any
 
 from torch import nn
 
-from gradwire.autograd.compiled.install import hooks_were_added
 from gradwire.errors import UsageError
 from gradwire.events import Handle
 from gradwire.groups.base import Group
@@ -68,8 +75,9 @@ def replicate(
         module.register_forward_hook(around.after),
         module.register_forward_hook(around.at_exit, always_call=True),
     ]
-    hooks_were_added(module)
     object.__setattr__(module, _MARK, replica)
+    own: Any = type(module)
+    object.__setattr__(module, "__class__", _replicated(own))
     replica.handles += [Handle(r.remove) for r in removers]
     weak = weakref.ref(module)
     replica.handles.append(Handle(lambda: _unmark(weak)))
@@ -103,7 +111,32 @@ class _Around:
         return _Around, ()
 
 
+class _Replicated:
+    """Before the class of a replicated module. See Note [A class of its own]."""
+
+    def __init_subclass__(cls) -> None:
+        """The module's class need not know that it has another subclass."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made: Any = super().__reduce_ex__(protocol)
+        make, arguments, *rest = made
+        arguments = tuple(map(_before, arguments))
+        make = arguments[0].__new__ if make is copyreg.__newobj__ else _before(make)  # type: ignore[attr-defined]
+        return make, arguments, *rest
+
+
+@functools.cache
+def _replicated(cls: type) -> type:
+    about = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls)(cls.__name__, (_Replicated, cls), about)
+
+
+def _before(part: Any) -> Any:
+    return part.__bases__[1] if isinstance(part, type) and _Replicated in part.__bases__ else part
+
+
 def _unmark(weak: weakref.ref[nn.Module]) -> None:
     module = weak()
     if module is not None:
         object.__setattr__(module, _MARK, None)
+        object.__setattr__(module, "__class__", _before(type(module)))

@@ -4,6 +4,7 @@ The models are products of matrices only: inductor then has nothing to pass to a
 """
 
 import copy
+import functools
 import random
 import sys
 import types
@@ -222,14 +223,28 @@ def test_graphs_of_before_are_compiled_again(reported: list[int], ran: str, form
     run_ranks(rank_main, 1)
 
 
-@pytest.mark.parametrize("ran", ["it", "another"])
+class _Plain(nn.Sequential):
+    """Has no forward of its own."""
+
+
+@pytest.mark.parametrize("first", ["it", "another", "another, after replicate"])
+@pytest.mark.parametrize("kind", [nn.Sequential, _Plain])
+@pytest.mark.parametrize("form", ["itself", "in a function", "in a module"])
 @on_ranks(1)
-def test_a_module_of_torchs_own_that_was_compiled_before_it_had_hooks(group: Group, ran: str) -> None:
-    models = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]
-    compiled = [torch.compile(model, backend="eager") for model in models]
-    compiled[ran == "it"](torch.ones(2, 4)).sum().backward()
-    replica = replicate(models[1], group=group)
-    compiled[1](torch.ones(2, 4)).sum().backward()
+def test_what_was_compiled_without_hooks_is_not_used(group: Group, form: str, kind: Any, first: str) -> None:
+    """Dynamo does not check whether a module without hooks has some now."""
+    torch._dynamo.reset()
+    models = [kind(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]
+    function = torch.compile(lambda model, x: model(x), backend="eager")
+    wholes = [nn.Sequential(model, nn.Tanh()) if form == "in a module" else model for model in models]
+    calls = [
+        functools.partial(function, one) if form == "in a function" else torch.compile(one, backend="eager")
+        for one in wholes
+    ]
+    replica = replicate(models[0], group=group) if "after" in first else None
+    calls[first != "it"](torch.ones(2, 4)).sum().backward()
+    replica = replica or replicate(models[0], group=group)
+    calls[0](torch.ones(2, 4)).sum().backward()
     assert replica.reducer.steps == 1
 
 

@@ -50,11 +50,34 @@ def test_the_module_keeps_its_type_its_names_and_its_state_dict(group: Group) ->
     model = mlp()
     names, kind = list(model.state_dict()), type(model)
     replica = replicate(model, group=group)
-    assert type(model) is kind
+    assert isinstance(model, kind)
+    assert repr(type(model)) == repr(kind)
     assert list(model.state_dict()) == names
     assert [name for name, _ in model.named_modules()] == ["", "0", "1", "2"]
     model.load_state_dict(mlp().state_dict())
     replica.detach()
+    assert type(model) is kind
+
+
+class _Own(nn.Linear):
+    """Refuses subclasses, and says itself how it is made."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError(f"{cls} is final")
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.in_features, self.out_features), self.__dict__
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "protocol 1", "torch.save"])
+@pytest.mark.parametrize("kind", [nn.Linear, _Own])
+def test_copies_are_of_the_class_from_before(group: Group, how: str, kind: type[nn.Linear]) -> None:
+    model = kind(4, 2)
+    replica = replicate(model, group=group)
+    copied = pickle.loads(pickle.dumps(model, 1)) if how == "protocol 1" else clone(model, how)
+    replica.detach()
+    assert type(copied) is type(model) is kind
+    assert torch.equal(copied(inputs(0)[:, :4]), model(inputs(0)[:, :4]))
 
 
 def test_gradients_are_views_of_the_buckets_by_default(group: Group) -> None:

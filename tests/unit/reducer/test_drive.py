@@ -18,6 +18,7 @@ from gradwire.errors import CollectiveTimeout, GroupAborted, HookError
 from gradwire.groups import Group, Recording, ThreadGroup
 from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, Turn, mean
 from gradwire.hooks.pump import pump
+from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.reducer.hook.driver import Driver, _OnLane
 from gradwire.testing import run_ranks
 from helpers.comm_hooks import Scripted
@@ -155,7 +156,9 @@ def test_buckets_keep_their_order_on_every_rank_whatever_the_timing() -> None:
     assert orders == [[f"bucket {b}" for b in range(buckets) for _ in range(3)]] * 3
 
 
-def test_a_hook_that_raises_on_the_lane_raises_in_the_waiter_and_not_in_the_next_bucket(alone: Driver) -> None:
+def test_a_hook_that_raises_on_the_lane_raises_in_the_waiters_until_it_is_drained(alone: Driver) -> None:
+    """Buckets behind it submit nothing: other ranks may still be at the one that has failed."""
+
     def pause(turn: Turn) -> None:
         if turn.spec.index == 0:
             raise KeyError("mine")
@@ -164,7 +167,37 @@ def test_a_hook_that_raises_on_the_lane_raises_in_the_waiter_and_not_in_the_next
     with pytest.raises(KeyError, match="mine") as caught:
         first.wait()
     assert "on bucket 0 (parameters p0), rank 0" in caught.value.__notes__[0]
-    assert second.wait().tolist() == [1.0, 1.0, 1.0]
+    third = launch(alone, mean(), 1.0, 1)
+    for behind in (second, third):
+        with pytest.raises(KeyError, match="mine"):
+            behind.wait()
+    alone.drain(PATIENCE)
+    assert launch(alone, Several(pause), 1.0, 1).wait().tolist() == [1.0, 1.0, 1.0]
+
+
+def test_an_exception_between_two_collectives_is_every_ranks_reason() -> None:
+    """Also if more buckets, of other sizes and of another model, are behind it."""
+
+    class Halves(CommHook):
+        collectives = None
+
+        def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+            yield all_reduce(grad[:1])
+            if turn.rank == 1 and turn.spec.index == 0:
+                raise KeyError("mine")
+            yield all_reduce(grad[1:])
+            return Reduced(grad, grad)
+
+    def rank_main(group: Group) -> None:
+        layers = [torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 6)) for _ in range(2)]
+        models = [DDP(each, process_group=group, bucket_cap_mb=5e-5) for each in layers]
+        for model in models:
+            model.set_hook(Halves())
+        error: type[Exception] = KeyError if group.rank == 1 else GroupAborted
+        with pytest.raises(error, match="mine"):
+            sum(model(torch.ones(2, 4)).sum() for model in models).backward()
+
+    run_ranks(rank_main, 2)
 
 
 def test_a_hook_that_computes_forever_is_given_up() -> None:

@@ -3,8 +3,7 @@
 Note [Graphs of before]
 Dynamo keeps what it has compiled with the code of `forward`, which all models of a class share. So a model that has run before it
 was replicated, or another model of its class, may have left graphs that report nothing, or report too late for smaller buckets.
-Dynamo is made to forget them. The same is true of hooks on a module of torch's own, as an nn.Sequential, which are part of what is
-compiled: Dynamo does not check whether a module without hooks has some now (`skip_nnmodule_hook_guards`).
+Dynamo is made to forget them.
 """
 
 from __future__ import annotations
@@ -32,15 +31,6 @@ def forward_begins(model: nn.Module, limits: op.Limits) -> None:
         if install is not None:
             install()
             _graphs.renew(model, limits)
-
-
-def hooks_were_added(module: nn.Module) -> None:
-    """Call it when a module has got its first hooks: what was compiled without them is not used for it."""
-    if type(module).__module__.startswith("torch.") and "torch._dynamo.eval_frame" in sys.modules:
-        from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
-        from torch._dynamo.external_utils import wrap_inline
-
-        reset_code(wrap_inline(module).__code__)  # which all such modules share
 
 
 @functools.cache

@@ -123,11 +123,17 @@ def _refuse(hook: CommHook, declared: str) -> Callable[[Collective], NoReturn]:
     return refuse
 
 
+class _LaneThread(Worker):
+    failed: weakref.ref[Future[Tensor]] | None = None
+    """A reduction that has failed: those behind it fail as it did, and submit nothing where other ranks are still at it. Weak, as
+    its error may reach the model, and so the lane."""
+
+
 class _Lane:
     """The thread of all models of a group. It ends with the last of their drivers, and at exit before the group does."""
 
     def __init__(self, group: Group) -> None:
-        self.worker = Worker(f"reductions-{group.name}-{group.rank}")
+        self.worker = _LaneThread(f"reductions-{group.name}-{group.rank}")
         weakref.finalize(self, self.worker.stop)
         _lanes[group.ledger] = weakref.ref(self)
 
@@ -152,7 +158,7 @@ class Driver:
         if type(hook) is not Mean and grad.device.type == "cuda" and self.group.orders_streams(grad.device):
             return self._launch_on_stream(hook, grad, state, turn)
         reduction = gradient_reduction(self.group, hook, grad, state, turn)
-        if hook.collectives == 1 and not self._lane.unfinished:
+        if hook.collectives == 1 and not self._lane.unfinished and self._lane.failed is None:
             return start_single(reduction, self.group, hook)
         if hook.collectives == 0:
             return Finished(_run(reduction, _refuse(hook, "0 but yielded")))
@@ -178,15 +184,15 @@ class Driver:
         After a failure the group is first drained, then recovered: a reduction left over from the failed step would
         otherwise submit its next collective to the recovered group, where no rank expects it.
         """
-        if self._lane.idle:
-            return
-        done = threading.Event()
-        self._lane.put(done.set)
-        if not done.wait(timeout):
-            raise CollectiveTimeout(
-                f"reductions of a failed step on {self.group}: a hook is still at work after {timeout:.3g} s. "
-                "Find out what it computes between its collectives."
-            )
+        if not self._lane.idle:
+            done = threading.Event()
+            self._lane.put(done.set)
+            if not done.wait(timeout):
+                raise CollectiveTimeout(
+                    f"reductions of a failed step on {self.group}: a hook is still at work after {timeout:.3g} s. "
+                    "Find out what it computes between its collectives."
+                )
+        self._lane.failed = None
 
     def close(self) -> None:
         self._owned = None
@@ -212,7 +218,9 @@ class _Single:
 class _OnLane:
     """Several collectives, on the lane."""
 
-    def __init__(self, reduction: Reduction, group: Group, lane: Worker, turn: Turn, ordered: _Ordered | None) -> None:
+    def __init__(
+        self, reduction: Reduction, group: Group, lane: _LaneThread, turn: Turn, ordered: _Ordered | None
+    ) -> None:
         self._future: Future[Tensor] = Future()
         self._ordered = ordered
         # Collectives have deadlines of their own; this one is for a hook that computes forever.
@@ -221,11 +229,15 @@ class _OnLane:
         place = writer.current_place()
 
         def job() -> None:
+            if lane.failed is not None and (earlier := lane.failed()) is not None:
+                self._future.set_exception(earlier.exception())
+                return
             try:
                 there = ordered.here() if ordered else contextlib.nullcontext()
                 with torch.no_grad(), there, writer.within(place):
                     value = _run(reduction, _on(group, group.run))
             except BaseException as error:
+                lane.failed = weakref.ref(self._future)
                 self._future.set_exception(error)
             else:  # not before `there` has recorded the event for which the stream of the waiter waits
                 self._future.set_result(value)
