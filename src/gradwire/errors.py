@@ -223,6 +223,14 @@ class GroupAborted(GroupError):
     reason: str = ""
 
 
+class Evicted(GroupError):
+    """The others go on without this member of an elastic run, since it was taken for dead."""
+
+
+class TooFewMembers(GroupError):
+    """An elastic run cannot go on: it had fewer members than `min_ranks` for longer than `patience`, or all of them leave."""
+
+
 class SharedMemoryFull(GroupError):
     """There is less shared memory than was requested."""
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from gradwire.autograd.graph import tensors_in
+from gradwire.errors import UsageError
 from gradwire.runtime.dynamo import untraced_call
 from gradwire.runtime.threads import weakly
 
@@ -152,8 +153,8 @@ def _accumulator(parameter: Tensor) -> Any:
             parameter.requires_grad_()
         if (view := parameter.view_as(parameter)).grad_fn is None:
             raise UsageError(
-                "A transform of torch.func around a replicated model: its gradients are functions' results, and would not be averaged. "
-                "Call backward(), or pass torch.func the module inside and average what it returns."
+                "A replicated model inside a transform of torch.func, which computes gradients without backward: they would not be "
+                "averaged. Call backward() instead, or transform the module that is not replicated."
             )
         node = view.grad_fn.next_functions[0][0]
         if frozen:

@@ -61,6 +61,11 @@ class Deal:
         self.seed = int(seed)  # another type of number has another hash
         self._collate = collate_fn
 
+    @property
+    def facts(self) -> tuple[int, ...]:
+        """What must be equal on all ranks."""
+        return self.slots, self.global_batch, self.seed, len(self.dataset)
+
     def samples(self, step: int, slot: int) -> list[int]:
         """The samples of this slot in this step."""
         if not 0 <= slot < self.slots:

@@ -120,6 +120,8 @@ class Stop(NamedTuple):
     """This member is not in the next view: it has left, or was taken for dead."""
 
     why: str
+    last: bool = False
+    """Whether nobody goes on who has the state."""
 
 
 Instruction = Vote | Abort | Publish | Propose | Commit | Drop | Enter | Stop
@@ -213,7 +215,8 @@ class Member(NamedTuple):
         step = max((standing.step for standing in hub.standings.values()), default=0)
         if len(stay) < self.min_ranks or not (holders or self.view.begins):
             # A leaver need not wait. If it was told to leave after it froze, others may count on its state.
-            return self._stop(step) if self.me in leavers and self.me not in stay else (self, ())
+            nobody = leavers.issuperset(holders)
+            return self._stop(step, last=nobody) if self.me in leavers and self.me not in stay else (self, ())
         step = _decided(hub, here)
         fresh = tuple(m for m in stay if m not in (holders or stay[:1]))
         begins = self.view.begins and step == self.view.step
@@ -242,10 +245,10 @@ class Member(NamedTuple):
         holds = self.holds or self.me not in view.fresh
         return self._replace(view=view, phase=MemberPhase.OPEN, step=view.step, holds=holds)
 
-    def _stop(self, step: int) -> Reaction:
+    def _stop(self, step: int, *, last: bool = False) -> Reaction:
         member, before = self._settle(step)
         why = "it has left" if self.leaving else "the others go on without it, since it was taken for dead"
-        return member._replace(phase=MemberPhase.OUT), (*before, Stop(why))
+        return member._replace(phase=MemberPhase.OUT), (*before, Stop(why, last))
 
     def _settle(self, step: int) -> Reaction:
         """So many steps are committed: commit the one for which this member is prepared if it is one of them, or drop it."""

@@ -22,7 +22,16 @@ import torch
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.elasticity import machine
 from gradwire.elasticity.run_records import RunRecords
-from gradwire.errors import CollectiveMismatch, GroupAborted, GroupError, HookError, ReplicasDiverged, UsageError
+from gradwire.errors import (
+    CollectiveMismatch,
+    Evicted,
+    GroupAborted,
+    GroupError,
+    HookError,
+    ReplicasDiverged,
+    TooFewMembers,
+    UsageError,
+)
 from gradwire.groups.base import Group
 from gradwire.groups.store.rendezvous import watching
 
@@ -32,14 +41,6 @@ _CHANGE = "the members of the run change"
 _PAUSE = 0.05
 _LOOK = 0.5
 """Seconds for which one look at the hub waits for news."""
-
-
-class Evicted(GroupError):
-    """The others go on without this member, since it was taken for dead."""
-
-
-class TooFewMembers(GroupError):
-    """There were fewer members than `min_ranks` for longer than `patience`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +137,9 @@ class Performer:
                 deadline = time.monotonic() + self._patience  # it may be needed later
             elif lobby.lost is not None:
                 raise TooFewMembers(
-                    f"joining the run as {me}: its last members, {', '.join(lobby.lost.members)}, have all ended, and nobody has "
-                    f"the state after step {lobby.lost.step} or later. Begin again from a checkpoint: gw.elastic(state=...)."
+                    f"joining the run as {me}: its last members, {', '.join(lobby.lost.members)}, have all ended, or are stopped, "
+                    f"and nobody has the state after step {lobby.lost.step} or later. Begin again from a checkpoint: "
+                    "gw.elastic(state=...)."
                 )
             elif time.monotonic() > deadline:
                 raise TooFewMembers(
@@ -180,18 +182,24 @@ class Performer:
                 version, hub = self._records.look(epoch, after=version, wait=_LOOK)
             except GroupError:  # the hub is away
                 time.sleep(_PAUSE)
-            self._react(lambda member, hub=hub: member.look(hub))  # type: ignore[misc]
-            if time.monotonic() > deadline and self.member.phase is machine.MemberPhase.FROZEN:
+            todo = self._react(lambda member, hub=hub: member.look(hub))  # type: ignore[misc]
+            waits_for_joiners = not todo and not self._silent(hub)
+            late = time.monotonic() > deadline or (self._leaving and waits_for_joiners)
+            if late and self.member.phase is machine.MemberPhase.FROZEN:
                 self._react(lambda member, hub=hub: member.give_up(hub))  # type: ignore[misc]
                 raise self._too_few(hub)
 
     def _too_few(self, hub: machine.HubState) -> TooFewMembers:
-        silent = [one for one in self.view.members if one not in hub.standings and one not in hub.gone]
+        silent = self._silent(hub)
         missing = f"waits for {', '.join(silent)}" if silent else f"fewer than {self.member.min_ranks} members are left"
+        until = "until it was told to end" if self._leaving else f"for {self._patience:.3g} s"
         return TooFewMembers(
-            f"change of members after step {self.member.step} on {self.member.me}: {missing}, for {self._patience:.3g} s. Let "
+            f"change of members after step {self.member.step} on {self.member.me}: {missing}, {until}. Let "
             "processes join, or begin again from a checkpoint with fewer (min_ranks=)."
         )
+
+    def _silent(self, hub: machine.HubState) -> list[str]:
+        return [one for one in self.view.members if one not in hub.standings and one not in hub.gone]
 
     def end(self) -> None:
         """Training has ended on all members."""
@@ -208,7 +216,7 @@ class Performer:
             self._watcher.join(timeout)
         self._exchange(-1, None)
 
-    def _react(self, event: Callable[[machine.Member], machine.Reaction]) -> None:
+    def _react(self, event: Callable[[machine.Member], machine.Reaction]) -> tuple[machine.Instruction, ...]:
         with self._lock:
             if self._leaving:  # before a standing is published that says otherwise
                 self.member, _ = self.member.leave()
@@ -218,6 +226,7 @@ class Performer:
                 instruction, machine.Publish
             ):  # which `settle` does: a backward must not wait for the hub
                 self._perform(instruction, self._records)
+        return todo
 
     def _watch(self) -> None:
         records, epoch, version = self._connect(), -2, -1
@@ -327,5 +336,9 @@ class Performer:
             self.member = self.member._replace(phase=machine.MemberPhase.OUT)
         if self.member.leaving or self._leaving:
             self._records.leave(self.member.me)
+            if stop.last:
+                raise TooFewMembers(
+                    f"{self.member.me} leaves after step {self.member.step}, as do all others who have the state: nobody goes on."
+                )
         elif self.member.view is not None:
             raise Evicted(f"{self.member.me}: {stop.why}. Start it again: it joins with the state of the others.")

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from gradwire.collectives import barrier
 from gradwire.elasticity.deal import Deal, fixed_hash
 from gradwire.elasticity.machine import View
-from gradwire.elasticity.performer import Build, Limits, Performer, TooFewMembers
+from gradwire.elasticity.performer import Build, Limits, Performer
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.state import pack, save, unpack
 from gradwire.elasticity.training import Training
-from gradwire.errors import CollectiveMismatch, GroupError, HookError, UsageError, UsageTypeError
+from gradwire.errors import CollectiveMismatch, GroupError, HookError, TooFewMembers, UsageError, UsageTypeError
 from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
@@ -92,8 +92,8 @@ class ElasticRun:
 
     def start(self, me: str, connect: Callable[[], RunRecords], build: Build, limits: Limits) -> ElasticRun:
         """Join the run: returns when this process is a member, with the state of the others."""
-        # The first call imports much, and others would wait.
-        self.optimizer.load_state_dict(self.optimizer.state_dict())
+        like = torch.optim.SGD([torch.zeros(1, device="cpu", requires_grad=True)])
+        like.load_state_dict(like.state_dict())  # the first call imports much, and others would wait
         self._performer = Performer(me, connect, build, self.training, limits)
         if self._leaving:
             self._performer.leave()
@@ -120,7 +120,7 @@ class ElasticRun:
     @property
     def left(self) -> bool:
         """Whether this process has left the run, or came when training had ended."""
-        return self.performer.left is not None
+        return self._performer is not None and self._performer.left is not None
 
     def leave(self) -> None:
         """Leave after the present step: what this member owes goes to another one. May be called in a signal handler."""
@@ -142,9 +142,9 @@ class ElasticRun:
     def close(self) -> None:
         """End training, on all members: each calls it after the same step. A no-op if it is closed."""
         self._finish()
-        self._release()
+        self.release()
 
-    def _release(self) -> None:
+    def release(self) -> None:
         self.finished = self.finished or not self.left
         if self._performer is not None:
             self._performer.close()
@@ -155,7 +155,7 @@ class ElasticRun:
 
     def __exit__(self, kind: object, *_: object) -> None:
         """After an error the others go on, and a process in place of this one may join them."""
-        (self.close if kind is None else self._release)()
+        (self.close if kind is None else self.release)()
 
     @property
     def committed(self) -> int:
@@ -211,14 +211,21 @@ class ElasticRun:
             performer.settle()
         except TooFewMembers as error:
             if self.rescue is not None and performer.member.holds:
-                self.save(self.rescue)
-                error.add_note(
-                    f"The state after step {self.committed} is saved: gw.elastic(state={str(self.rescue)!r})."
-                )
+                self._rescue(error, self.rescue)
             raise
         if not self.done:
             self.training.open()
         return self.committed > number
+
+    def _rescue(self, error: TooFewMembers, path: str | os.PathLike[str]) -> None:
+        try:
+            self.save(path)
+        except Exception as why:
+            error.add_note(
+                f"The state after step {self.committed} could not be saved in {path}: {type(why).__name__}: {why}"
+            )
+        else:
+            error.add_note(f"The state after step {self.committed} is saved: gw.elastic(state={str(path)!r}).")
 
     def step(self) -> bool:
         """For a loop of your own: call it after `backward()`, in place of `optimizer.step()`. False: nothing was changed, because
@@ -278,6 +285,7 @@ class ElasticStep:
         """Whether `commit` was called."""
         self.committed = False
         self._run = run
+        self._pause()
 
     def __iter__(self) -> Iterator[Any]:
         run, slots = self._run, self._run.training.slots
@@ -299,7 +307,12 @@ class ElasticStep:
         returns; False: the step is computed again in that one, in the next iteration."""
         self.ended = True
         self.committed = self._run.commit()
+        self._pause()
         return self.committed
+
+    def _pause(self) -> None:
+        """Average nothing before the next batch, as in an evaluation."""
+        self._run.training.replica.sync = self._run.data is None
 
 
 def _refuse_after_start(performer: Performer | None, method: str, instead: str) -> None:

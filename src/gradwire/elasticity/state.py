@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
+import secrets
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def pack(value: Any, tensors: list[Tensor], path: str = "state") -> Any:
     >>> pack({"step": 1, 0: (torch.ones(2),)}, tensors)
     ['dict', [['step', 1], [0, ['tuple', [['tensor', 0]]]]]]
     """
-    if hasattr(value, "item") and not isinstance(value, Tensor):
+    if getattr(value, "ndim", None) == 0 and not isinstance(value, Tensor):
         value = value.item()  # a number of numpy's
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -75,71 +75,82 @@ def unpack(packed: Any, tensors: list[Tensor]) -> Any:
 
 def send(group: Group, rank: int, value: Any) -> None:
     """Bring a state to a member, which calls `receive`."""
-    tensors: list[Tensor] = []
-    packed = pack(value, tensors)
-    rows = [_bytes(t) for t in tensors]
-    about = [
-        [str(t.dtype).removeprefix("torch."), list(t.shape), _checksum(row)]
-        for t, row in zip(tensors, rows, strict=True)
-    ]
-    head = _row(json.dumps([packed, about]))
-    _send(group, rank, torch.tensor([head.numel()], device="cpu").view(torch.uint8))
-    for row in [head, *rows]:
+    rows = _rows(value)
+    _send(group, rank, torch.tensor([rows[0].numel()], device="cpu").view(torch.uint8))
+    for row in rows:
         _send(group, rank, row)
 
 
 def receive(group: Group, rank: int) -> Any:
     """The state that this member sends."""
     length = _receive(group, rank, 8).view(torch.int64).item()
-    packed, about = json.loads(bytes(_receive(group, rank, int(length)).numpy()))
-    tensors = []
+    found = _from_rows(_receive(group, rank, int(length)), lambda _, nbytes: _receive(group, rank, nbytes))
+    if isinstance(found, int):
+        raise GroupError(
+            f"tensor {found} of the state from rank {rank} of {group}: the checksum differs. It is sent again."
+        )
+    return unpack(*found)
+
+
+def _rows(value: Any) -> list[Tensor]:
+    """A state as bytes: what it is made of, and each of its tensors."""
+    tensors: list[Tensor] = []
+    packed = pack(value, tensors)
+    rows = [t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    about = [
+        [str(t.dtype).removeprefix("torch."), list(t.shape), _checksum(row)]
+        for t, row in zip(tensors, rows, strict=True)
+    ]
+    return [torch.frombuffer(bytearray(json.dumps([packed, about]).encode()), dtype=torch.uint8), *rows]
+
+
+def _from_rows(head: Tensor, take: Callable[[int, int], Tensor]) -> tuple[Any, list[Tensor]] | int:
+    """What `unpack` takes, from rows that `take` gives by number and length; or the number of a tensor whose bytes have changed."""
+    packed, about = json.loads(bytes(head.numpy()))
+    tensors: list[Tensor] = []
     for number, (dtype, shape, checksum) in enumerate(about):
         like = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-        row = _receive(group, rank, like.nbytes)
+        row = take(number, like.nbytes)
         if _checksum(row) != checksum:
-            raise GroupError(
-                f"tensor {number} of the state from rank {rank} of {group}: the checksum differs. It is sent again."
-            )
+            return number
         tensors.append(row.view(like.dtype).view(shape) if like.nbytes else like)
-    return unpack(packed, tensors)
+    return packed, tensors
 
 
 def save(value: Any, path: Path) -> None:
     """Write a state into a file, which is there when all of it is."""
-    tensors: list[Tensor] = []
-    about, whole = _row(json.dumps(pack(value, tensors))), path.with_name(f".{path.name}-{os.getpid()}")
-    seen: set[int] = set()
-    for number, tensor in enumerate(tensors):  # a file has no tensors that share memory
-        where, tensors[number] = tensor.untyped_storage().data_ptr(), tensor.contiguous()
-        tensors[number] = tensors[number].clone() if where in seen else tensors[number]
-        seen.add(where)
+    rows, whole = _rows(value), path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    last = {row.untyped_storage().data_ptr(): number for number, row in enumerate(rows)}
+    for number, row in enumerate(rows):  # a file has no tensors that share memory
+        rows[number] = row if last[row.untyped_storage().data_ptr()] == number else row.clone()
     with on_failure(whole.unlink, missing_ok=True):
-        _safetensors("torch").save_file({_ABOUT: about, **{str(n): one for n, one in enumerate(tensors)}}, whole)
+        whole.touch()
+        mode = whole.stat().st_mode  # the library's own is for the owner alone
+        safetensors("torch").save_file({_ABOUT: rows[0], **{str(n): row for n, row in enumerate(rows[1:])}}, whole)
+        whole.chmod(mode)
         whole.replace(path)
 
 
 def load(path: Path) -> Any:
     """The state in a file of `save`, with its tensors on the CPU."""
-    with _safetensors("").safe_open(path, "pt") as file:
-        if _ABOUT not in (names := set(file.keys())):
-            raise UsageError(f"{path}: this file holds no state of a run. Pass one that run.save() has written.")
-        about = json.loads(bytes(file.get_tensor(_ABOUT).numpy()))
-        return unpack(about, [file.get_tensor(str(number)) for number in range(len(names) - 1)])
+    advice = "Pass one that run.save() has written; of one of another kind, what it holds: gw.elastic(state=torch.load(path))."
+    library = safetensors("")
+    try:
+        with library.safe_open(path, "pt") as file:
+            found = _from_rows(file.get_tensor(_ABOUT), lambda number, _: file.get_tensor(str(number)).clone())
+    except (library.SafetensorError, ValueError) as error:
+        raise UsageError(f"{path}: this file holds no state of a run ({error}). {advice}") from None
+    if isinstance(found, int):
+        raise UsageError(f"{path}: the checksum of tensor {found} differs, so the file is damaged. Take an older one.")
+    return unpack(*found)
 
 
-def _safetensors(module: str) -> Any:
+def safetensors(module: str = "") -> Any:
+    """The library, or a module of it."""
     try:
         return importlib.import_module(f"safetensors.{module}".rstrip("."))
     except ImportError as error:
         raise UsageError("Files of a run need safetensors: pip install 'gradwire[elastic]'.") from error
-
-
-def _row(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
 
 
 def _checksum(row: Tensor) -> int:

@@ -14,6 +14,7 @@ on any member. So what a member owes counts the same with any number of members,
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -96,13 +97,13 @@ class Training:
 
     def facts(self, view: View, *, digests: bool) -> list[int]:
         """What must be equal on all members when they vote."""
-        hook, slots = repr(self.replica.hook), 0 if self.data is None else self.data.slots
+        hook, data = repr(self.replica.hook), () if self.data is None else self.data.facts
         bits = [int(digest(p)) for p in self.replica.parameters] if digests else []
         rates = [
             v for group in self.optimizer.param_groups for _, v in sorted(group.items()) if isinstance(v, int | float)
         ]
         return [
-            fixed_hash(self.committed, view.epoch, hook, self._owners, slots, *map(float, rates)),
+            fixed_hash(self.committed, view.epoch, hook, self._owners, data, *map(float, rates)),
             fixed_hash(*bits),
         ]
 
@@ -179,8 +180,10 @@ class Training:
             self._owners = share_slots(self.data.slots, view.members, self._owners)
 
     def enter(self, view: View, group: Group) -> None:
-        self.group = group
+        before, self.group = self.group.size, group
         self.replica.move_to_group(group)
+        if self.data is None and view.epoch and view.members[group.rank] not in view.fresh:
+            self.replica.runner.change_ranks(before, group.size)  # gradients are divided by the number of members
         holders = [rank for rank, one in enumerate(view.members) if one not in view.fresh]
         for number, rank in enumerate(view.members.index(one) for one in view.fresh):
             donor = holders[number % len(holders)]
@@ -200,22 +203,43 @@ class Training:
         self.entered(view)
 
     def state_dict(self) -> dict[str, Any]:
+        model = self.model.state_dict()
         return {
             "committed": self.committed,
-            "model": self.model.state_dict(),
+            "model": model,
+            "versions": getattr(model, "_metadata", {}),
             "optimizer": self.optimizer.state_dict(),
             "registered": {name: one.state_dict() for name, one in self.registered.items()},
             "hook": self.replica.runner.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
+        if state["registered"].keys() != self.registered.keys():
+            known, named = (", ".join(sorted(names)) or "nothing" for names in (state["registered"], self.registered))
+            raise UsageError(
+                f"the state of a run with register= of {known}, and here it is of {named}: register the same."
+            )
+        model = OrderedDict(state["model"])
+        model._metadata = state["versions"]  # type: ignore[attr-defined]
+        self.model.load_state_dict(model)
         self.optimizer.load_state_dict(state["optimizer"])
+        self._load_as_saved(state["optimizer"]["state"], model)
         for name, one in self.registered.items():
             one.load_state_dict(state["registered"][name])
         runner = self.replica.runner
         runner.states = from_dict(state["hook"], runner.hook, rank=state["hook"]["rank"])  # also what that rank owes
         self.committed = state["committed"]
+
+    def _load_as_saved(self, saved: Mapping[int, Mapping[str, Any]], model: Mapping[str, Tensor]) -> None:
+        """Tensors of the optimizer, of which torch makes no copies, and changes the dtype to that of the parameter."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        for number, parameter in enumerate(parameters):
+            here, before = self.optimizer.state.get(parameter, {}), model.get(names[parameter])
+            same = before is not None and before.dtype == parameter.dtype
+            for key, value in saved.get(number, {}).items():
+                if isinstance(now := here.get(key), Tensor):
+                    here[key] = value.to(now.device, value.dtype if same else now.dtype, copy=True)
 
     def _travelling(self) -> dict[str, Any]:
         state, hook = self.state_dict(), self.replica.hook

@@ -20,7 +20,7 @@ from gradwire.elasticity.hub import HubClient, Records
 from gradwire.elasticity.performer import Limits
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
-from gradwire.elasticity.state import load
+from gradwire.elasticity.state import load, safetensors
 from gradwire.elasticity.view_groups import ViewGroups
 from gradwire.errors import UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT
@@ -30,6 +30,7 @@ from gradwire.launch.environment import shared_memory_options
 from gradwire.launch.run_script import start_recorder
 from gradwire.launch.world import find_world
 from gradwire.policies import Buckets, Graph
+from gradwire.runtime.cleanup import on_failure
 
 
 def elastic(
@@ -63,28 +64,32 @@ def elastic(
     environ = os.environ
     start_recorder(find_world(environ), "gw.elastic()")
     run = ElasticRun(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
-    run.steps, run.check_every, run.rescue = steps, check_every, rescue
-    run.training.update = update or optimizer.step
-    run.register(**(register or {}))
-    if state is not None:
-        run.load_state_dict(state if isinstance(state, Mapping) else load(Path(state)))
-    groups = ViewGroups(kind, timeout=timeout, **shared_memory_options(environ))
-    connect, me, starters = _hub(environ)
-    fewest, _, most = environ.get("GRADWIRE_ELASTIC", "1:").partition(":")
-    slots = None if data is None else data.slots
-    limits = Limits(
-        min_ranks=int(fewest) if min_ranks is None else min_ranks,
-        max_ranks=min(int(most), slots or int(most)) if most else slots,
-        starters=starters,
-        patience=patience,
-    )
-    _warm(groups, connect, starters, {p.dtype for p in model.parameters()})
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, functools.partial(_leave, run, os.getpid()))
-    run.start(me, connect, groups, limits)
-    if run.performer.member.view is None:
-        # It came when training had ended, and the rest of the script is for those that have trained.
-        raise SystemExit(0)
+    with on_failure(run.release):
+        run.steps, run.check_every, run.rescue = steps, check_every, rescue
+        run.training.update = update or optimizer.step
+        run.register(**(register or {}))
+        if rescue is not None:
+            safetensors()
+        if state is not None:
+            run.load_state_dict(state if isinstance(state, Mapping) else load(Path(state)))
+        groups = ViewGroups(kind, timeout=timeout, **shared_memory_options(environ))
+        connect, me, starters = _hub(environ, min_ranks or 1)
+        fewest, _, most = environ.get("GRADWIRE_ELASTIC", "1:").partition(":")
+        slots = None if data is None else data.slots
+        limits = Limits(
+            min_ranks=int(fewest) if min_ranks is None else min_ranks,
+            max_ranks=min(int(most), slots or int(most)) if most else slots,
+            starters=starters,
+            patience=patience,
+        )
+        _warm(groups, connect, starters, {p.dtype for p in model.parameters()})
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, functools.partial(_leave, run, os.getpid()))
+        run.start(me, connect, groups, limits)
+        if run.performer.member.view is None:
+            raise SystemExit(
+                0
+            )  # it came when training had ended, and the rest of the script is for those that have trained
     return run
 
 
@@ -105,10 +110,15 @@ def _warm(
     groups.warm(len(last.members) + 1 if last is not None else starters, dtypes)
 
 
-def _hub(environ: Mapping[str, str]) -> tuple[Callable[[], RunRecords], str, int]:
+def _hub(environ: Mapping[str, str], min_ranks: int) -> tuple[Callable[[], RunRecords], str, int]:
     """How to reach the hub, this process's name in the run, and how many processes begin it."""
     if "GRADWIRE_HUB" not in environ:
         world = find_world(environ)
+        if min_ranks > 1:
+            raise UsageError(
+                f"gw.elastic(min_ranks={min_ranks}): this process is alone, and no other one can join. Start the script with "
+                "gradwire run --elastic MIN:MAX."
+            )
         if world.size > 1:
             raise UsageError(
                 f"gw.elastic() on {world}: there is no hub, which decides who is in the run. Start the script with "

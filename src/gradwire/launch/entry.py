@@ -24,7 +24,7 @@ from gradwire.groups.failure.store_calls import bounded
 from gradwire.groups.kinds import AUTO, check_built, default_kind, find_kind, registered_kinds
 from gradwire.groups.store.private_store import release
 from gradwire.interop.default_group import WORLD
-from gradwire.launch.environment import read_checks, shared_memory_options
+from gradwire.launch.environment import MEMBER, read_checks, shared_memory_options
 from gradwire.launch.run_script import start_recorder
 from gradwire.launch.store import arrive, open_store, say_goodbye
 from gradwire.launch.world import World, find_world
@@ -68,6 +68,10 @@ def init(
     with WORLD.lock:
         known = WORLD.get()
         if known is None:
+            if MEMBER in os.environ:
+                raise UsageError(
+                    "gw.init() under gradwire run --elastic: ranks come and go, which gw.elastic() alone follows. Call that."
+                )
             return _join(find_world(os.environ), kind, name, memory, timeout=timeout, meeting=meeting)
         if kind not in (AUTO, WORLD.kind):
             raise UsageError(

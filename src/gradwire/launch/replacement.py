@@ -6,8 +6,9 @@ end. A rank has left only if it has recorded that at the hub: it is replaced if 
 is a death, also exit code 0 of a rank without which the others have gone on. A spare takes the place of a rank that died, and a new
 process that of the spare. A script that cannot start is given up: after `_MOST` deaths in a row of processes that were in no view,
 in one place, or before the first view in all places together, the run fails with the last one.
-So it does when the last member of a view dies: nobody could join; and after `_MOST_AT_ONE_STEP` exceptions in a row without a step
-in between, as of a sample that cannot be read. One that ends with 0 before training has ended, as by `break`, is not replaced.
+So it does when the last member of a view dies: nobody could join; when a member has waited for others for too long; and after
+`_MOST_AT_ONE_STEP` exceptions in a row without a step in between, as of a sample that cannot be read. One that ends with 0 before
+training has ended, as by `break`, is not replaced.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ class Replacement:
             if place.member and (place.spare or place.started is None or (members and place.member not in members))
         ]
 
-    def ended(self, number: int, status: int, facts: HubFacts, now: float) -> Decision:
-        """The process in this place has ended: its exit code, or the negative number of a signal."""
+    def ended(self, number: int, status: int, facts: HubFacts, now: float, *, gave_up: bool = False) -> Decision:
+        """The process in this place has ended: its exit code, or the negative number of a signal. `gave_up`: by TooFewMembers."""
         place = self.places[number]
         out = facts.last is not None and place.member not in facts.last
         place.member = ""
@@ -129,7 +130,7 @@ class Replacement:
         failures = place.failures if facts.last is not None else sum(one.failures for one in self.places)
         self._stuck = self._stuck + 1 if facts.step == self._step and status > 0 else 0
         self._step = facts.step
-        if failures >= _MOST or self._stuck >= _MOST_AT_ONE_STEP or facts.lost:
+        if failures >= _MOST or self._stuck >= _MOST_AT_ONE_STEP or facts.lost or (gave_up and not out):
             return Decision(Verdict.FAILED)
         self.replaced += 1
         promoted = None if place.spare else self._promote()

@@ -21,6 +21,7 @@ from typing import Any
 from gradwire.elasticity.hub import Address
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.run_records import RunRecords
+from gradwire.errors import TooFewMembers
 from gradwire.launch.chaos_schedule import FAULTS, ChaosSchedule
 from gradwire.launch.environment import MEMBER, STARTERS
 from gradwire.launch.hub_host import HubCalls, HubHost, host_and_port
@@ -142,7 +143,9 @@ class ElasticSupervisor(Supervisor):
         places = self._members.places
         facts = facts._replace(lost=facts.lost and self._suspended.isdisjoint(facts.last or ()))
         member, lived = places[number].member, ending.after - (places[number].started or 0.0)
-        verdict, delay, promoted = self._members.ended(number, ending.status, facts, ending.after)
+        verdict, delay, promoted = self._members.ended(
+            number, ending.status, facts, ending.after, gave_up=_gave_up(ending)
+        )
         if verdict in (Verdict.FINISHED, Verdict.FAILED):
             self._shutdown.ended(ending)
         else:
@@ -296,6 +299,10 @@ class ElasticSupervisor(Supervisor):
             died = plural(members.died, "rank")
             self._display.say([f"{died} died, {members.replaced} replaced, {members.left} left"])
         return code
+
+
+def _gave_up(ending: Ending) -> bool:
+    return ending.error is not None and ending.error.name == TooFewMembers.__name__
 
 
 def _how(ending: Ending, lived: float) -> str:

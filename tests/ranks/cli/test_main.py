@@ -88,6 +88,17 @@ def test_output_that_cannot_be_written_is_one_line(tmp_path, words, into, unbuff
     assert (ended.returncode, ended.stderr) == (code, message)
 
 
+def test_ranks_print_where_the_launcher_was_started_without_streams(tmp_path):
+    """What takes a descriptor below 3 would get what ranks print."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys, pathlib\nfor _ in range(999): print(_)\npathlib.Path(sys.argv[1]).touch()\n")
+    command = [sys.executable, "-m", "gradwire", "run", "-n", "1", "--no-record", str(script), str(tmp_path / "done")]
+    subprocess.run(
+        ["/bin/sh", "-c", 'exec "$@" <&- >&-', "sh", *command], stderr=subprocess.PIPE, timeout=300, check=True
+    )
+    assert (tmp_path / "done").exists()
+
+
 def test_it_is_a_module_too():
     done = subprocess.run([sys.executable, "-m", "gradwire", "--version"], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, f"gradwire {gradwire.__version__}\n")

@@ -177,20 +177,20 @@ def test_too_few_members_wait_for_joiners() -> None:
 
 
 @pytest.mark.parametrize(
-    ("standings", "gone", "min_ranks", "settled"),
+    ("standings", "gone", "min_ranks", "settled", "last"),
     [
-        ({}, "b", 1, Drop(7)),
-        ({"b": Standing(8, False, leaving=True)}, "b", 1, Commit(7)),
-        ({"b": Standing(8, False)}, "", 2, Commit(7)),
+        ({}, "b", 1, Drop(7), True),
+        ({"b": Standing(8, False, leaving=True)}, "b", 1, Commit(7), True),
+        ({"b": Standing(8, False)}, "", 2, Commit(7), False),
     ],
     ids=["the last member", "another has left with the step", "those who stay are too few"],
 )
-def test_a_leaver_does_not_wait(standings: Any, gone: str, min_ranks: int, settled: Any) -> None:
+def test_a_leaver_does_not_wait(standings: Any, gone: str, min_ranks: int, settled: Any, last: bool) -> None:
     member = FROZEN._replace(prepared=True, leaving=True, min_ranks=min_ranks)
     mine = {"a": Standing(7, prepared=True, leaving=True)}
     member, todo = member.look(HubState(mine | standings, frozenset(gone)))
     assert member.phase is MemberPhase.OUT
-    assert todo == (settled, Stop("it has left"))
+    assert todo == (settled, Stop("it has left", last))
     told_later = FROZEN._replace(leaving=True, min_ranks=3)
     assert told_later.look(HubState({"a": Standing(7, False)} | standings, frozenset("b"))) == (told_later, ())
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -96,7 +95,7 @@ class Threads:
         except BaseException as error:
             self.errors[me] = error
         RunRecords(self.records).mark(me, gone=True)
-        run._release()  # as a process that has ended
+        run.release()  # as a process that has ended
 
     def train(self, me: str, run: ElasticRun, starters: int) -> None:
         limits = Limits(**{"starters": starters, "patience": 30.0, **self.options})
@@ -282,20 +281,31 @@ def test_a_process_that_comes_when_training_has_ended_does_nothing(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("_sigterm")
-def test_too_few_members_raise_when_patience_ends_and_save_the_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["patience ends", "it is told to end", "all leave"])
+def test_too_few_members_raise_and_save_the_state(tmp_path: Path, how: str) -> None:
     path = tmp_path / "rescued"
 
     def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
         run.rescue = path
-        if me == "b" and place == "forward" and run.committed == 2:
-            raise Killed
+        if place == "forward" and run.committed == 2 - (how == "all leave"):
+            if how == "all leave":
+                run.leave()
+            elif me == "b":
+                if how == "it is told to end":  # while it waits for others
+                    threading.Timer(0.5, world.runs["a"].leave).start()
+                raise Killed
 
-    world = Threads(tmp_path, fault=fault, min_ranks=2, patience=0.5)
+    world = Threads(tmp_path, fault=fault, min_ranks=2, patience=0.5 if how == "patience ends" else 60.0)
     for me in "ab":
         world.start(me, 2)
     world.join()
     assert isinstance(error := world.errors["a"], TooFewMembers)
-    assert "fewer than 2 members are left" in str(error)
+    reason = {
+        "patience ends": "are left, for 0.5 s",
+        "it is told to end": "until it was told to end",
+        "all leave": "nobody goes on",
+    }
+    assert reason[how] in str(error)
     assert error.__notes__ == [f"The state after step 2 is saved: gw.elastic(state='{path}')."]
     model, optimizer = make_model(9)
     with gw.elastic(model, optimizer, data=deal(), steps=STEPS, state=path) as run:
@@ -305,6 +315,129 @@ def test_too_few_members_raise_when_patience_ends_and_save_the_state(tmp_path: P
                 (model(x).squeeze(1) - y).square().mean().backward()
             step.commit()
     assert all(torch.equal(one, alone(1)[name]) for name, one in model.state_dict().items())
+
+
+def test_a_rescue_that_fails_is_said(tmp_path: Path) -> None:
+    def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
+        run.rescue = tmp_path / "none" / "rescued"
+        run.leave()
+
+    world = Threads(tmp_path, fault=fault)
+    world.start("a", 1)
+    world.join()
+    assert isinstance(error := world.errors["a"], TooFewMembers)
+    assert "The state after step 1 could not be saved" in error.__notes__[0]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_what_members_with_their_own_data_owe_is_kept_when_their_number_changes(tmp_path: Path, leaves: bool) -> None:
+    """Gradients are divided by the number of members, so what one of them owes counts more or less."""
+    feedback, records, lost = hooks.chain(hooks.error_feedback(), hooks.top_k(ratio=0.1)), Records(tmp_path / "hub"), []
+    worlds = [ThreadGroup.world(size, timeout=60) for size in (2, 1)]
+
+    def live(me: str, run: ElasticRun) -> None:
+        limits = Limits(starters=2, patience=30.0)
+        run.start(
+            me, lambda: RunRecords(records), lambda view, me, _: worlds[view.epoch][view.members.index(me)], limits
+        )
+        while not run.done:
+            if me == "b" and run.committed == 3:
+                if not leaves:
+                    lost.append(owed(run))
+                    RunRecords(records).mark(me, gone=True)
+                    return
+                run.leave()
+            run.model(torch.arange(1.0, 9.0)[None]).sum().backward()
+            run.step()
+
+    def owed(run: ElasticRun) -> Tensor:
+        runner = run.training.replica.runner
+        return next(iter(dict(runner.hook.owed(runner.state_dict()["state"]) or ()).values())).flatten()
+
+    runs = []
+    for _ in "ab":
+        model = nn.Linear(8, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        runs.append(ElasticRun(model, torch.optim.SGD(model.parameters(), lr=1.0), hook=feedback))
+        runs[-1].steps = 6
+    threads = [threading.Thread(target=live, args=pair) for pair in zip("ab", runs, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    moved = -runs[0].model.weight.detach().flatten()  # type: ignore[union-attr, operator]
+    wanted = 6 * torch.arange(1.0, 9.0) - sum(lost, torch.zeros(8)) / 2
+    torch.testing.assert_close(moved + owed(runs[0]), wanted)
+    for run in runs:
+        run.release()
+    records.close()
+
+
+def test_members_with_different_data_are_found(tmp_path: Path) -> None:
+    def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
+        if me == "b" and run.data is not None:
+            run.data.dataset = DATA[:-1]
+
+    world = Threads(tmp_path, fault=fault)
+    for me in "ab":
+        world.start(me, 2)
+    world.join()
+    assert all(isinstance(world.errors[me], ReplicasDiverged) for me in "ab")
+
+
+def test_an_evaluation_between_steps_averages_nothing(tmp_path: Path) -> None:
+    with running_alone(tmp_path, data=deal()) as run:
+        for _, step in zip(range(3), run, strict=False):
+            run.model(DATA[0][0][None])  # with a graph
+            for x, _ in step:
+                run.model(x).sum().backward()
+            assert step.commit()
+            run.model(DATA[0][0][None]).sum()
+        run.close()
+
+
+@pytest.mark.usefixtures("_sigterm")
+def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    model, optimizer = make_model()
+    (tmp_path / "damaged").write_bytes(b"none")
+    for wrong in ({"state": tmp_path / "none"}, {"state": tmp_path / "damaged"}, {"kind": "none"}, {"min_ranks": 2}):
+        with pytest.raises((UsageError, OSError)):
+            gw.elastic(model, optimizer, **wrong)  # type: ignore[arg-type]
+    assert type(model) is nn.Sequential
+    with gw.elastic(model, optimizer, steps=1) as run:
+        model(DATA[0][0][None]).sum().backward()
+        assert run.step()
+
+
+class _Versioned(nn.Linear):
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        assert metadata["version"] == 2
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def test_what_is_loaded_is_a_copy_and_has_its_dtype_and_its_version(tmp_path: Path) -> None:
+    """torch casts an optimizer's state to the dtype of the parameter, and makes no copy."""
+
+    def make() -> ElasticRun:
+        model = _Versioned(2, 2).to(torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.state[model.weight] = {"master": torch.rand(2, 2), "step": torch.tensor(3.0)}
+        return ElasticRun(model, optimizer)
+
+    run, other = make(), make()
+    run.save(tmp_path / "saved")
+    for state in (run.state_dict(), load(tmp_path / "saved")):
+        other.load_state_dict(state)
+        (mine,), (theirs,) = (list(one.optimizer.state.values()) for one in (run, other))
+        assert all(torch.equal(mine[key], theirs[key]) and mine[key].dtype == theirs[key].dtype for key in mine)
+        assert all(mine[key].data_ptr() != theirs[key].data_ptr() for key in mine)
+    run.register(rates=torch.optim.lr_scheduler.ConstantLR(run.optimizer))
+    with pytest.raises(UsageError, match="register= of rates, and here it is of nothing"):
+        other.load_state_dict(run.state_dict())
+    for one in (run, other):
+        one.release()
 
 
 def test_a_joiner_is_told_when_nobody_has_the_state_any_more(tmp_path: Path) -> None:
@@ -361,7 +494,7 @@ def running_alone(tmp_path: Path, **options: Any) -> Any:
     try:
         yield run
     finally:
-        run._release()
+        run.release()
         records.close()
 
 
@@ -481,8 +614,14 @@ def test_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         load(tmp_path / "other")
     with pytest.raises(UsageTypeError, match=r"state\['a'\] is a object"):
         save({"a": object()}, tmp_path / "new")
-    with pytest.raises(SafetensorError):  # nothing is left of a file that could not be written
+    with pytest.raises(FileNotFoundError):  # nothing is left of a file that could not be written
         save({"a": torch.ones(1)}, tmp_path / "none" / "new")
+    save({"z": torch.tensor([1 + 2j]).to(torch.complex128)}, tmp_path / "other")
+    assert load(tmp_path / "other")["z"] == 1 + 2j
+    whole = (tmp_path / "other").read_bytes()
+    (tmp_path / "other").write_bytes(whole.replace(torch.tensor([2.0]).double().numpy().tobytes(), bytes(8)))
+    with pytest.raises(UsageError, match="the checksum of tensor 0 differs"):
+        load(tmp_path / "other")
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(UsageError, match=r"pip install 'gradwire\[elastic\]'"):
         load(tmp_path / "other")

@@ -53,6 +53,14 @@ def test_one_that_finishes_or_leaves_is_not_replaced() -> None:
     assert made.finished
 
 
+def test_a_rank_that_has_waited_too_long_is_not_replaced() -> None:
+    made = started()
+    assert made.ended(1, 1, facts(made), 90.0, gave_up=True) == Decision(Verdict.FAILED)
+    made = started()
+    others = HubFacts(seen=True, last=("h-1-0", "h-1-2"))  # have gone on without it
+    assert made.ended(1, 1, others, 90.0, gave_up=True) == DIED
+
+
 def test_a_rank_that_ends_early_without_an_error_does_not_end_the_run() -> None:
     made = started()
     assert made.ended(0, 0, facts(made), 5.0) == Decision(Verdict.FINISHED)
