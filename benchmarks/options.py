@@ -250,7 +250,7 @@ def faults(parser: Parser) -> None:
     """An elastic run whose members are killed."""
     add = functools.partial(parser.add_argument, metavar="N")
     add("--faults", type=at_least(1), default=100, help="end after so many faults (default: %(default)s)")
-    add("--ranks", type=at_least(2), default=8, help="number of members (default: %(default)s)")
+    add("--ranks", type=at_least(3), default=8, help="number of members (default: %(default)s)")
     add("--slots", type=at_least(1), default=8, help="micro-batches of a step (default: %(default)s)")
     add("--width", type=at_least(1), default=512, help="of the model's layers (default: %(default)s, 0.3 M parameters)")
     add("--seed", type=int, default=0, help="decides where members die (default: %(default)s)")

@@ -291,8 +291,8 @@ class Performer:
             half = len(facts) // 2
             if any(low != -high for low, high in zip(facts[:half], facts[half:], strict=True)):
                 raise ReplicasDiverged(
-                    f"vote on step {vote.step} in view {vote.epoch}: members differ in parameters, buckets, hook, or numbers of "
-                    "the optimizer, as those of a scheduler that is not stepped in update=, and this one is "
+                    f"vote on step {vote.step} in view {vote.epoch}: members differ in parameters, buckets, hook, data set, or "
+                    "numbers of the optimizer, as those of a scheduler that is not stepped in update=, and this one is "
                     f"{self.member.me}. Nothing was committed. Begin again from the last checkpoint."
                 )
         except GroupError as error:

@@ -211,21 +211,11 @@ class ElasticRun:
             performer.settle()
         except TooFewMembers as error:
             if self.rescue is not None and performer.member.holds:
-                self._rescue(error, self.rescue)
+                _rescue(self, error, self.rescue)
             raise
         if not self.done:
             self.training.open()
         return self.committed > number
-
-    def _rescue(self, error: TooFewMembers, path: str | os.PathLike[str]) -> None:
-        try:
-            self.save(path)
-        except Exception as why:
-            error.add_note(
-                f"The state after step {self.committed} could not be saved in {path}: {type(why).__name__}: {why}"
-            )
-        else:
-            error.add_note(f"The state after step {self.committed} is saved: gw.elastic(state={str(path)!r}).")
 
     def step(self) -> bool:
         """For a loop of your own: call it after `backward()`, in place of `optimizer.step()`. False: nothing was changed, because
@@ -320,3 +310,14 @@ def _refuse_after_start(performer: Performer | None, method: str, instead: str) 
         raise UsageError(
             f"{method}() of a run that has begun: the state of the others has been received. Pass {instead} to gw.elastic."
         )
+
+
+def _rescue(run: ElasticRun, error: TooFewMembers, path: str | os.PathLike[str]) -> None:
+    try:
+        run.save(path)
+    except Exception as why:
+        error.add_note(
+            f"The state after step {run.committed} could not be saved in {path}: {type(why).__name__}: {why}"
+        )
+    else:
+        error.add_note(f"The state after step {run.committed} is saved: gw.elastic(state={str(path)!r}).")
