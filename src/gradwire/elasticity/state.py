@@ -133,7 +133,7 @@ def save(value: Any, path: Path) -> None:
 
 def load(path: Path) -> Any:
     """The state in a file of `save`, with its tensors on the CPU."""
-    advice = "Pass one that run.save() has written; of one of another kind, what it holds: gw.elastic(state=torch.load(path))."
+    advice = "Pass one that run.save() has written; of a file of torch.save, pass the dict that it holds."
     library = safetensors("")
     try:
         with library.safe_open(path, "pt") as file:
