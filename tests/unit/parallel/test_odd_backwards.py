@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import backward
 
-from gradwire.errors import CompiledAutograd, GroupAborted
+import gradwire as gw
+from gradwire.errors import CompiledAutograd, GroupAborted, UsageError
 from gradwire.groups import Group
 from gradwire.parallel import DistributedDataParallel as DDP
 from gradwire.testing import run_ranks
@@ -122,3 +123,17 @@ def test_compiled_autograd_is_refused_before_it_begins(flags: dict[str, Any], st
         assert ddp.replica.reducer.steps == steps_before + 1
 
     run_ranks(rank_main, 1)
+
+
+@on_ranks(1)
+def test_a_transform_of_torch_func_is_refused(group: Group) -> None:
+    ddp = DDP(nn.Linear(2, 1), process_group=group)
+    parameters = {name: p.detach() for name, p in ddp.named_parameters()}
+    with pytest.raises(UsageError, match="Call backward"):
+        torch.func.grad(lambda own: torch.func.functional_call(ddp, own, torch.ones(1, 2)).sum())(parameters)
+
+
+def test_init_is_refused_in_an_elastic_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_MEMBER", "h-1-0")
+    with pytest.raises(UsageError, match=r"which gw\.elastic\(\) alone follows"):
+        gw.init()
