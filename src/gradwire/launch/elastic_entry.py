@@ -87,9 +87,7 @@ def elastic(
             signal.signal(signal.SIGTERM, functools.partial(_leave, run, os.getpid()))
         run.start(me, connect, groups, limits)
         if run.performer.member.view is None:
-            raise SystemExit(
-                0
-            )  # it came when training had ended, and the rest of the script is for those that have trained
+            raise SystemExit(0)  # training has ended, and the rest of the script is for those that have trained
     return run
 
 
