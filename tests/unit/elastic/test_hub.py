@@ -217,11 +217,13 @@ def test_a_hub_that_is_away_is_named_after_the_deadline_and_found_when_it_is_bac
         mine.compare_set("y", "", "1")
     mine.timeout = 30.0
     back: list[Hub] = []
-    threading.Timer(0.1, lambda: back.append(Hub(tmp_path / "hub", key=KEY, address=hub.address))).start()
+    later = threading.Timer(0.1, lambda: back.append(Hub(tmp_path / "hub", key=KEY, address=hub.address)))
+    later.start()
     assert mine.compare_set("x", "", "2") == "1"
     with pytest.raises(UsageError, match="Choose an address"):
         Hub(tmp_path / "second", key=KEY, address=hub.address)
     mine.close()
+    later.join()  # the hub may be heard before it is in the list
     back[0].close()
 
 
