@@ -2,7 +2,7 @@
 
 On each rank a model under gradwire's DistributedDataParallel and one in a run of `gw.elastic` take turns, over shared memory, with
 the same inputs and weights. The run's part of a step is the copies of what a dropped step would restore, the vote, and every 100
-steps a digest of the parameters.
+steps a digest of the parameters. On CUDA, where the device votes, it is a world of one over NCCL, next to torch's as well.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from rich.console import Console
 from torch import nn
 
 import gradwire as gw
+from benchmarks import peers
 from benchmarks.machine import describe
 from benchmarks.models import GPT2, SIZES
 from benchmarks.result import Column, Figures, Result, fixed
 from benchmarks.timing import Rounds, compare, interleave, slowest
 from benchmarks.training_rank import check_same
+from benchmarks.workload import Workload, find_device, settled
 from benchmarks.world import RankContext, bar, run_world
 from gradwire import hooks
 from gradwire.elasticity.hub import Hub
+from gradwire.errors import UsageError
 from gradwire.groups import SharedMemoryGroup
 
 PLAIN, ELASTIC = "DistributedDataParallel", "gw.elastic"
-LIMIT = 1.02
+LIMIT, CUDA_LIMIT = 1.02, 1.01
 """How much longer a step may take."""
 _HOOKS = {"mean": hooks.mean(), "quantize8": hooks.chain(hooks.error_feedback(), hooks.quantize(bits=8))}
 _KEY = b"the key of a benchmark"
@@ -93,8 +96,60 @@ def _elastic_step(run: Any, inputs: torch.Tensor) -> None:
     assert run.step()
 
 
+def _gated_step(run: Any, work: Workload) -> Callable[[], None]:
+    steps = iter(run)
+
+    def step() -> None:
+        now = next(steps)
+        for _ in now:
+            work.loss(run.model).backward()
+        assert now.commit()
+
+    return step
+
+
+def _on_cuda(args: argparse.Namespace, console: Console) -> Result:
+    device, rows = find_device("elastic", "cuda"), dict[str, dict[str, Any]]()
+    rounds = Rounds(max(2, args.steps // args.block), block=args.block, lead_in=1, warm_up=15)
+    for batch in args.batch or [8, 32]:
+        with settled(one_thread=False), peers.world_of_one(device), console.status(f"batch {batch}"):
+            work = Workload.gpt2("small", batch=batch, device=device)
+            models = {name: copy.deepcopy(work.model) for name in (peers.TORCH, PLAIN, ELASTIC)}
+            ddp = nn.parallel.DistributedDataParallel(models[peers.TORCH])
+            ours = gw.DistributedDataParallel(models[PLAIN])
+            optimizer = torch.optim.AdamW(models[ELASTIC].parameters(), lr=1e-4, fused=True)
+            deal = gw.Deal(range(1), global_batch=1, slots=1)
+            with gw.elastic(models[ELASTIC], optimizer, data=deal, kind="nccl") as run:
+                steps = {peers.TORCH: work.step(ddp, adamw=True), PLAIN: work.step(ours, adamw=True)}
+                steps[ELASTIC] = _gated_step(run, work)
+                series = interleave(steps, rounds, fence=torch.cuda.synchronize)
+            ours.replica.detach()
+        name = f"batch {batch}"
+        rows[name] = {key: series[full] for key, full in zip(("torch", "plain", "elastic"), series, strict=True)}
+        rows[name] |= {
+            "ratio": compare(series[ELASTIC], series[PLAIN]),
+            "torchs": compare(series[ELASTIC], series[peers.TORCH]),
+        }
+    settings = {
+        "model": "GPT-2 small, bfloat16 autocast, fused AdamW, 1,024 tokens",
+        "world": "one rank over NCCL: the vote is the device's",
+        "measured": f"{rounds.count} interleaved rounds of {args.block} steps",
+    }
+    columns = [Column(key, key, fixed(2, 1e3)) for key in ("torch", "plain", "elastic")]
+    columns += [Column("ratio", "to plain", fixed(3)), Column("torchs", "to torch", fixed(3))]
+    caption = "ms per step: median, and quartiles below it, of torch's DistributedDataParallel, gradwire's (plain) and gw.elastic. "
+    caption += "Ratios: of medians, and below it the median over rounds."
+    line = f"Ratio at the largest batch: {rows[name]['ratio'].median_of_rounds:.3f}; the limit is {CUDA_LIMIT:g}."
+    return Result("elastic", describe(device), settings, [Figures(rows, columns, caption, first="batch")], [line])
+
+
 def run(args: argparse.Namespace, console: Console) -> Result:
     """Measure."""
+    if args.device == "cuda":
+        return _on_cuda(args, console)
+    if len(args.batch or [1]) > 1:
+        raise UsageError("elastic --batch: several batches need --device cuda. Name one.")
+    (args.batch,) = args.batch or [1]
     machine, rows = describe(), {}
     for hook in args.hooks:
         with tempfile.TemporaryDirectory(prefix="gradwire-elastic-") as folder:

@@ -276,9 +276,11 @@ def faults(parser: Parser) -> None:
 def elastic(parser: Parser) -> None:
     """An elastic run without faults."""
     add = functools.partial(parser.add_argument, metavar="N")
-    _choice(parser, "--size", SIZES, "10m", "size of the model, of GPT-2's shape")
-    add("--ranks", type=at_least(2), default=2, help="number of members (default: %(default)s)")
-    add("--batch", type=at_least(1), default=1, help="sequences per member and step (default: %(default)s)")
+    _device(parser)
+    _choice(parser, "--size", SIZES, "10m", "size of the model, of GPT-2's shape; small on cuda")
+    add("--ranks", type=at_least(2), default=2, help="number of members (default: %(default)s); one on cuda")
+    batch = "sequences per member and step (default: 1; on cuda 8 and then 32)"
+    parser.add_argument("--batch", type=list_of(at_least(1)), metavar="N,N", help=batch)
     add("--tokens", type=at_least(1), default=64, help="tokens per sequence (default: %(default)s)")
     add("--steps", type=at_least(4), default=120, help="timed steps of each variant (default: %(default)s)")
     add("--block", type=at_least(1), default=4, help="steps in a turn (default: %(default)s)")
@@ -473,7 +475,8 @@ BENCHMARKS: Mapping[str, tuple[Callable[[Parser], Any], str, str]] = {
         elastic,
         "what an elastic run adds to a step in which nothing fails",
         "Steps of a transformer over shared memory, in turns: with gradwire's DistributedDataParallel, and in a run of "
-        "gw.elastic, in which all members vote before the optimizer's step and a step can be dropped.",
+        "gw.elastic, in which all members vote before the optimizer's step and a step can be dropped. On cuda over NCCL, where "
+        "the device votes.",
     ),
     "startup": (
         startup,

@@ -172,6 +172,15 @@ class Member(NamedTuple):
         member, frozen = member.freeze()
         return member, commit + frozen
 
+    def resolved(self, *, passed: bool, prepared: bool) -> Reaction:
+        """A vote that the device has counted is over, perhaps after this member was frozen, before it has published its standing:
+        see [Gate] in `device_vote.py`."""
+        if not passed:
+            member = self._replace(prepared=prepared)
+            return member.freeze() if member.computing else (member, ())
+        phase = MemberPhase.OPEN if self.computing else self.phase
+        return self._replace(phase=phase, prepared=False, step=self.step + 1), (Commit(self.step),)
+
     def lost(self, epoch: int) -> Reaction:
         """The group of this epoch has failed here."""
         return self.freeze() if self.computing and epoch == self.epoch else (self, ())

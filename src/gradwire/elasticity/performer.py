@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.elasticity import machine
+from gradwire.elasticity.device_vote import DeviceVote
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.errors import (
     CollectiveMismatch,
@@ -61,6 +63,12 @@ class Trainer(Protocol):
     def commit(self) -> None:
         """Step the optimizer with the averages."""
 
+    def commit_behind(self, closed: Tensor) -> None:
+        """Step the optimizer unless this flag on the device is 1, and begin the next step. `commit` follows when it was not."""
+
+    def reopen(self) -> None:
+        """The gate was closed: have the averages again, and forget what was begun after them."""
+
     def drop(self) -> None:
         """Have everything as it was when the step began."""
 
@@ -95,7 +103,11 @@ class Performer:
         self._lobby: tuple[str, ...] = ()
         self._leaving = False
         self._leave_voted = False
+        self.change_voted = False
+        """Whether the last vote of the device asks for a change of members: it comes after the next one, which hosts count."""
         self._facts: list[int] = []
+        self._pending: DeviceVote | None = None
+        """The vote of the device whose result is not known here yet. Meanwhile only the thread that trains publishes."""
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name=f"gradwire-members-{me}", daemon=True)
 
@@ -159,18 +171,55 @@ class Performer:
         """The group has failed here."""
         self._react(lambda member: member.lost(member.epoch))
 
-    def vote(self, facts: list[int]) -> None:
+    def vote(self, facts: list[int], device: torch.device | None = None) -> None:
         """This member has all averages: vote, and commit the step, or change the members and commit or drop it. `facts` must be
-        the same on all members."""
+        the same on all members. With a `device` that has enqueued the averages, it votes: see `resolve`."""
         self._facts = facts
+        group = self._present[1]
+        if device is not None and group is not None:
+            self._pending = DeviceVote(group, device, facts, self._wants)
         self._react(machine.Member.averaged)
         self.settle()
 
-    def settle(self) -> None:
-        """If the members change, wait until there is a view whose group works."""
+    @property
+    def pending(self) -> bool:
+        """Whether the result of a vote of the device is not known yet."""
+        return self._pending is not None
+
+    def resolve(self) -> None:
+        """Wait for the result of a vote of the device: the step is committed, or this member is frozen, and `settle` goes on."""
+        vote = self._pending
+        if vote is None:
+            return
+        if not vote.ended:
+            try:
+                vote.wait(self.check_group)
+            except GroupError:
+                self.lost()
+                vote.wait(self.check_group)
+        if vote.passed:
+            self._pending, self.change_voted = None, vote.wants
+            self._react(lambda member: member.resolved(passed=True, prepared=True))
+        elif vote.complete:
+            raise self._diverged()
+        else:
+            self.lost()
+
+    def check_group(self) -> bool:
+        """Freeze if the group has failed. Whether this member is frozen."""
         group = self._present[1]
         if group is not None and group.failure is not None:
             self.lost()
+        return self.frozen
+
+    def settle(self) -> None:
+        """If the members change, wait until there is a view whose group works."""
+        if self.check_group():
+            self.resolve()
+        if (vote := self._pending) is not None and self.frozen:
+            self._pending = None
+            self._trainer.reopen()
+            self._react(lambda member: member.resolved(passed=False, prepared=vote.prepared))
         published, version, deadline = -2, -1, time.monotonic() + self._patience
         while self.member.phase is machine.MemberPhase.FROZEN:
             epoch, hub = self.member.epoch, machine.HubState({})
@@ -243,9 +292,11 @@ class Performer:
                 if not member.computing or member.epoch != epoch:
                     continue
                 self.member, todo = member.lost(epoch) if hub.next is not None else member.look(hub)
+                publishes = self._pending is None
             try:
                 for instruction in todo:
-                    self._perform(instruction, records)
+                    if publishes or not isinstance(instruction, machine.Publish):
+                        self._perform(instruction, records)
             except GroupError:
                 continue  # the thread that trains publishes it when the hub is back
         records.close()
@@ -255,7 +306,10 @@ class Performer:
             case machine.Abort(epoch):
                 here, group = self._present
                 if here == epoch and group is not None:
+                    if (vote := self._pending) is not None:
+                        vote.clear()
                     group.abort(_CHANGE)
+                    group.abort_device()
             case machine.Publish(epoch, standing):
                 records.publish(epoch, self.member.me, standing)
             case machine.Vote():
@@ -279,22 +333,43 @@ class Performer:
             case machine.Stop():
                 self._stop(instruction)
 
+    @property
+    def _wants(self) -> list[int]:
+        """Whether this member wants others to join, and whether it wants to leave."""
+        wants = bool(self._lobby) and len(self.view.members) < (self.member.max_ranks or len(self.view.members) + 1)
+        return [int(wants), int(self.member.leaving or self._leaving)]
+
+    def _diverged(self) -> ReplicasDiverged:
+        return ReplicasDiverged(
+            f"vote on step {self.member.step} in view {self.view.epoch}: members differ in parameters, buckets, hook, data set, or "
+            "numbers of the optimizer, as those of a scheduler that is not stepped in update=, and this one is "
+            f"{self.member.me}. Nothing was committed. Begin again from the last checkpoint."
+        )
+
+    def _cast(self, vote: DeviceVote) -> None:
+        with self._lock:
+            if self.member.computing:  # else the group may have been aborted already, and with it the averages
+                vote.arm()
+        try:
+            self._trainer.commit_behind(vote.cast())
+        except GroupError:
+            self.lost()
+
     def _vote(self, vote: machine.Vote) -> None:
         group = self._present[1]
         assert group is not None
-        wants = bool(self._lobby) and len(self.view.members) < (self.member.max_ranks or len(self.view.members) + 1)
-        numbers = [-int(wants), -int(self.member.leaving), *self._facts, *(-fact for fact in self._facts)]
+        if self._pending is not None:
+            self._cast(self._pending)
+            return
+        self.change_voted = False
+        numbers = [*(-want for want in self._wants), *self._facts, *(-fact for fact in self._facts)]
         votes = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         try:
             group.submit(all_reduce(votes, op=ReduceOp.MIN, label="vote")).wait()
             join, leave, *facts = votes.tolist()
             half = len(facts) // 2
             if any(low != -high for low, high in zip(facts[:half], facts[half:], strict=True)):
-                raise ReplicasDiverged(
-                    f"vote on step {vote.step} in view {vote.epoch}: members differ in parameters, buckets, hook, data set, or "
-                    "numbers of the optimizer, as those of a scheduler that is not stepped in update=, and this one is "
-                    f"{self.member.me}. Nothing was committed. Begin again from the last checkpoint."
-                )
+                raise self._diverged()
         except GroupError as error:
             if isinstance(error, CollectiveMismatch):
                 raise

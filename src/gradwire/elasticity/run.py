@@ -85,6 +85,7 @@ class ElasticRun:
         self.training = Training(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
         self.training.entered = self._entered
         self.training.replica.reducer.iterations.survive = self._survive
+        self.training.replica.reducer.iterations.before_backward = self._resolve
         self._performer: Performer | None = None
         self.finished = self._leaving = False
         """Whether training has ended here, for whatever reason but that this process leaves."""
@@ -159,12 +160,13 @@ class ElasticRun:
 
     @property
     def committed(self) -> int:
-        """How many steps have been committed."""
+        """How many steps have been committed. Waits for the device where that votes."""
+        self._know()
         return self.training.committed
 
     @property
     def done(self) -> bool:
-        return self.left or self.finished or (self.steps is not None and self.committed >= self.steps)
+        return self.left or self.finished or (self.steps is not None and self.training.opened >= self.steps)
 
     def __iter__(self) -> Iterator[ElasticStep]:
         while not self.done:
@@ -179,6 +181,7 @@ class ElasticRun:
     def _finish(self) -> None:
         """Training has ended: nobody goes before all have the last step, and nobody is replaced or joins any more."""
         if not self.finished and self._performer is not None and not self.left:
+            self._know()
             self.finished = True
             with contextlib.suppress(GroupError):
                 self.group.submit(barrier(label="the end of training").within(_END)).wait()
@@ -188,7 +191,8 @@ class ElasticRun:
         """Vote on the step, and step the optimizer; False if it is to be computed again. See `ElasticStep.commit`."""
         if self.left:
             return False
-        number, performer = self.committed, self.performer
+        number, performer = self.training.opened, self.performer
+        performer.resolve()
         if self.done:
             raise UsageError(
                 f"commit() of step {number}: the run has ended. Loop while not run.done, or choose more steps=."
@@ -205,17 +209,19 @@ class ElasticRun:
                     "only after the backward of the one before; call commit() after the last."
                 )
         try:
-            if not performer.frozen and self._share_buffers():
-                due = number == self.view.step or (self.check_every and number % self.check_every == 0)
-                performer.vote(self.training.facts(self.view, digests=bool(due)))
+            due = number == self.view.step or bool(self.check_every and number % self.check_every == 0)
+            by_hosts = due or performer.change_voted or number + 1 == self.steps
+            gate = None if by_hosts else self.training.gate
+            if not performer.frozen and self._share_buffers(wait=gate is None):
+                performer.vote(self.training.facts(self.view, digests=due), gate)
             performer.settle()
         except TooFewMembers as error:
             if self.rescue is not None and performer.member.holds:
                 _rescue(self, error, self.rescue)
             raise
-        if not self.done:
+        if not self.done and not performer.pending:
             self.training.open()
-        return self.committed > number
+        return self.training.opened > number
 
     def step(self) -> bool:
         """For a loop of your own: call it after `backward()`, in place of `optimizer.step()`. False: nothing was changed, because
@@ -228,10 +234,24 @@ class ElasticRun:
         self.performer.lost()
         return True
 
-    def _share_buffers(self) -> bool:
-        """All members have those of the first one at a commit."""
+    def _resolve(self) -> None:
+        if self._performer is not None:
+            self._performer.resolve()
+
+    def _know(self) -> None:
+        """Wait until it is known whether the last step was committed."""
+        if self._performer is not None and self._performer.pending:
+            self._performer.resolve()
+            if self._performer.pending:  # it was not
+                self._performer.settle()
+                self.training.open()
+
+    def _share_buffers(self, *, wait: bool) -> bool:
+        """All members have those of the first one at a commit. `wait`: until they and the averages are there."""
         try:
             self.training.replica.state.sync_buffers()
+            if wait:
+                self.training.wait_for_averages(self.performer.check_group)
         except GroupError as error:
             if not self._survive(error):
                 raise
@@ -251,6 +271,7 @@ class ElasticRun:
     def state_dict(self) -> dict[str, Any]:
         """Everything that a run needs to go on from the last committed step: pass it to `gw.elastic(state=...)`. All but the
         model's is JSON and tensors, which any checkpoint keeps as they are."""
+        self._know()
         state, tensors = self.training.state_dict(), list[Tensor]()
         model, rest = state.pop("model"), json.dumps(pack(state, tensors))
         return {"model": model, "run": rest, "tensors": {str(number): one for number, one in enumerate(tensors)}}
@@ -270,7 +291,7 @@ class ElasticStep:
     """One step of a run, on one member. Iterate over it: one batch for each of the member's slots."""
 
     def __init__(self, run: ElasticRun) -> None:
-        self.number = run.committed
+        self.number = run.training.opened
         self.ended = False
         """Whether `commit` was called."""
         self.committed = False

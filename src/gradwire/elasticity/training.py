@@ -16,12 +16,14 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradwire.elasticity.deal import Deal, fixed_hash, share_slots
+from gradwire.elasticity.device_vote import mark, wait_for
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.state import receive, send
 from gradwire.errors import UsageError
@@ -34,7 +36,18 @@ from gradwire.policies import Buckets, Buffers, Graph, NonFinite
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import NO_OPERATION, Place
+from gradwire.reducer.checks.attached_optimizers import FoundInfOverride, allocates_momentum, can_skip_step
 from gradwire.reducer.hook.hook_states import StepFork, from_dict
+
+
+@dataclass(frozen=True, slots=True)
+class _Averaged:
+    """A step whose commit is enqueued behind a vote of the device."""
+
+    fork: StepFork
+    gradients: list[Tensor | None]
+    buffers: dict[str, Tensor]
+    """As they were when it began."""
 
 
 class Training:
@@ -52,10 +65,12 @@ class Training:
     ) -> None:
         self.model = model
         self.optimizer = optimizer
+        self._parameters = list(model.parameters())
         self.data = data
         self.update: Callable[[], object] = optimizer.step
         """What a commit does with the averages."""
         self.committed = 0
+        """How many steps are known to be committed."""
         self.slots: list[int] = []
         """Those that this member computes in the present view."""
         self.registered: dict[str, Any] = {}
@@ -77,6 +92,7 @@ class Training:
         """Whether the last step was dropped, to be computed again."""
         self._owners: tuple[str, ...] = ()
         self._fork: StepFork | None = None
+        self._behind: _Averaged | None = None
         self._buffers: dict[str, Tensor] = {}
         self._reduced = 0
         self._updating = False
@@ -85,10 +101,31 @@ class Training:
     def open(self) -> None:
         """See Note [A step that may be lost]."""
         self._clear_gradients()
-        self.replica.reducer.iterations.number = self.committed  # in records, a step has the same number on all ranks
-        self._fork = self.replica.runner.states.fork()
+        self.replica.reducer.iterations.number = self.opened  # in records, a step has the same number on all ranks
+        if self._behind is None:  # else when it is known whether the states are those of the last step
+            self._fork = self.replica.runner.states.fork()
         self._reduced = self.replica.reducer.steps
         self._buffers = {name: buffer.clone() for name, buffer in self.replica.state.named_buffers().items()}
+
+    @property
+    def gate(self) -> torch.device | None:
+        """The device that may vote: nothing but the optimizer depends on the vote, and it can be told by the device. Else None."""
+        device = self.replica.parameters[0].device
+        plain = self.update == self.optimizer.step and not self.registered and self.data is not None
+        ordered = device.type == "cuda" and self.replica.graph is Graph.ALL_USED and self.group.orders_streams(device)
+        skips = can_skip_step(self.optimizer) and not allocates_momentum(self.optimizer)
+        return device if plain and ordered and skips else None
+
+    def wait_for_averages(self, lost: Callable[[], bool]) -> None:
+        """Where operations only order streams, wait until the device has all averages."""
+        device = self.replica.parameters[0].device
+        if self.group.orders_streams(device):
+            wait_for(mark(device), lost, self.group.timeout, f"averages of step {self.opened} of {self.group}")
+
+    @property
+    def opened(self) -> int:
+        """The number of the present step: one more than is committed while it is not known whether the last one was."""
+        return self.committed + (self._behind is not None)
 
     @property
     def averaged(self) -> int:
@@ -103,28 +140,58 @@ class Training:
             v for group in self.optimizer.param_groups for _, v in sorted(group.items()) if isinstance(v, int | float)
         ]
         return [
-            fixed_hash(self.committed, view.epoch, hook, self._owners, data, *map(float, rates)),
+            fixed_hash(self.opened, view.epoch, hook, self._owners, data, *map(float, rates)),
             fixed_hash(*bits),
         ]
 
     def _before_update(self, *_: object) -> None:
-        if self._fork is not None and not self._updating:
+        if (self._fork or self._behind) is not None and not self._updating:
             raise UsageError(
-                f"optimizer.step() in step {self.committed} of a run: it would change parameters before the members have voted. "
+                f"optimizer.step() in step {self.opened} of a run: it would change parameters before the members have voted. "
                 "Call commit() instead, which calls it, or the update= that you pass to gw.elastic."
             )
 
     def commit(self) -> None:
+        behind, self._behind = self._behind, None
+        if behind is None:
+            self._update()
+        fork = self._end() if behind is None else behind.fork
+        assert fork is not None
+        fork.commit()
+        if behind is not None:
+            self._fork = self.replica.runner.states.fork()  # of the step that has begun
+        self.replica.reducer.events.step(RecordKind.STEP_COMMITTED, self.committed)
+        self.committed += 1
+
+    def _update(self) -> None:
         self._updating = True
         try:
             self.update()
         finally:
             self._updating = False
-        fork = self._end()
+
+    def commit_behind(self, closed: Tensor) -> None:
+        fork, self._fork = self._fork, None
         assert fork is not None
-        fork.commit()
-        self.replica.reducer.events.step(RecordKind.STEP_COMMITTED, self.committed)
-        self.committed += 1
+        self._behind = _Averaged(fork, [p.grad for p in self._parameters], self._buffers)
+        FoundInfOverride.add(self.optimizer, self, closed)
+        try:
+            self._update()
+        finally:
+            FoundInfOverride.restore(self.optimizer, self)
+        self.replica.reducer.abandon("the step has ended")
+        self.open()
+
+    def reopen(self) -> None:
+        behind, self._behind = self._behind, None
+        if behind is None:
+            return
+        self.replica.runner.driver.drain(self.group.timeout)
+        self.replica.reducer.abandon("the vote on the step before has failed")
+        self._restore_buffers()
+        self._fork, self._buffers = behind.fork, behind.buffers
+        for parameter, gradient in zip(self._parameters, behind.gradients, strict=True):
+            parameter.grad = gradient
 
     def drop(self) -> None:
         self.replica.runner.driver.drain(self.group.timeout)
@@ -133,6 +200,9 @@ class Training:
             return  # the step before was committed, and none has begun
         fork.drop()
         self._retried = True
+        self._restore_buffers()
+
+    def _restore_buffers(self) -> None:
         with torch.no_grad():
             for name, buffer in self.replica.state.named_buffers().items():
                 if name in self._buffers:
@@ -145,7 +215,7 @@ class Training:
         return fork
 
     def _clear_gradients(self) -> None:
-        for parameter in self.model.parameters():
+        for parameter in self._parameters:
             parameter.grad = None
 
     def detach(self) -> None:

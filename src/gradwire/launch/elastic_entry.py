@@ -73,6 +73,7 @@ def elastic(
         if state is not None:
             run.load_state_dict(state if isinstance(state, Mapping) else load(Path(state)))
         groups = ViewGroups(kind, timeout=timeout, **shared_memory_options(environ))
+        weakref.finalize(run, groups.close).atexit = False
         connect, me, starters = _hub(environ, min_ranks or 1)
         fewest, _, most = environ.get("GRADWIRE_ELASTIC", "1:").partition(":")
         slots = None if data is None else data.slots

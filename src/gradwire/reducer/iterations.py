@@ -58,6 +58,8 @@ class Iterations:
         self.last_error: str | None = None
         self.survive: Callable[[GroupError], bool] | None = None
         """Called when a step is lost because the group has failed; True: nothing is raised. See `gradwire.elasticity`."""
+        self.before_backward: Callable[[], None] | None = None
+        """Called when a forward with a graph has ended. See `gradwire.elasticity`."""
         self._parameters = parameters
         self._machine = machine
         self._abandon = weakly(abandon)
@@ -73,6 +75,8 @@ class Iterations:
         """A forward with a graph has ended: the step fails if its backward does."""
         self.expects_backward = True
         self.failure = None
+        if self.before_backward is not None:
+            self.before_backward()
 
     def ended(self) -> None:
         self.number += 1

@@ -70,6 +70,7 @@ class C10dGroup(Group):
         self._side_stream = SideStreams()
         self._order = threading.Lock()
         self._owned: list[Any] = []
+        self._device_aborted = False
         self._unfinished: list[Work] = []
         self._watchdog.on_tick += [functools.partial(CompletionPoller.settle_finished, self.ledger), self._monitor.tick]
         # Created after the base class's finalizer, so that at exit these threads end first.
@@ -249,6 +250,12 @@ class C10dGroup(Group):
         super().fail(error)
         if isinstance(error, (PeerLost, GroupAborted)):
             self._monitor.report(error)
+
+    def abort_device(self) -> None:
+        known = self._backends.get("cuda")
+        if known is not None and known[1].stream_ordered and not self._device_aborted and hasattr(known[0], "abort"):
+            self._device_aborted = True
+            known[0].abort()
 
     def _look_at_peers(self) -> None:
         self._monitor.check_peers()

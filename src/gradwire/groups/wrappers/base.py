@@ -72,6 +72,9 @@ class GroupWrapper(Group):
     def arrivals(self, work: Work) -> Arrivals | None:
         return self.inner.arrivals(work)
 
+    def abort_device(self) -> None:
+        self.inner.abort_device()
+
     def abort(self, reason: str = "abort() was called") -> None:
         """Abort the inner group, which may be able to notify its peers."""
         self.inner.abort(reason)

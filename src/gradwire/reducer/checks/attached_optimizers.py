@@ -108,7 +108,7 @@ class AttachedOptimizers:
 
     def can_skip(self) -> bool:
         """Whether attached optimizers that take a flag on the device train all parameters, and all have stepped since the last."""
-        fused = len(self._optimizers) == self._number and all(map(_can_skip, list(self._optimizers)))
+        fused = len(self._optimizers) == self._number and all(map(can_skip_step, list(self._optimizers)))
         return self._all_parameters and fused and self._all_stepped
 
     def skip_next(self, where: Tensor) -> None:
@@ -151,7 +151,7 @@ class AttachedOptimizers:
             return
         if self._optimizers.get(optimizer) in self.stepped:
             self._drop_bad_gradients(_parameters(optimizer), again=True)
-        elif _can_skip(optimizer) and not _begins(optimizer):
+        elif can_skip_step(optimizer) and not allocates_momentum(optimizer):
             FoundInfOverride.add(optimizer, self, flag)
         else:
             self._drop_bad_gradients(_parameters(optimizer))
@@ -228,7 +228,7 @@ def _is_captured(flag: Tensor) -> bool:
     return flag.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _begins(optimizer: Optimizer) -> bool:
+def allocates_momentum(optimizer: Optimizer) -> bool:
     """Whether SGD has yet to allocate momentum of a parameter."""
     return any(
         p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None
@@ -238,7 +238,7 @@ def _begins(optimizer: Optimizer) -> bool:
     )
 
 
-def _can_skip(optimizer: Optimizer) -> bool:
+def can_skip_step(optimizer: Optimizer) -> bool:
     """Whether it is one of torch's own fused optimizers: another `step` may ignore `found_inf`."""
     supports: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
     of_torch = type(optimizer).step.__module__.startswith("torch.optim.")
