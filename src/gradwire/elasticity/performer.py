@@ -36,11 +36,14 @@ from gradwire.errors import (
 )
 from gradwire.groups.base import Group
 from gradwire.groups.store.rendezvous import watching
+from gradwire.runtime.warnings import warn_user
 
 Build = Callable[[machine.View, str, RunRecords], Group]
 """Makes the group of a view, for the member of this id: all members call it at the same time."""
 _CHANGE = "the members of the run change"
 _PAUSE = 0.05
+_FAILED = 5
+"""After how many views that failed before they began a member warns, and waits before it tries the next."""
 _LOOK = 0.5
 """Seconds for which one look at the hub waits for news."""
 
@@ -106,6 +109,8 @@ class Performer:
         self.change_voted = False
         """Whether the last vote of the device asks for a change of members: it comes after the next one, which hosts count."""
         self._facts: list[int] = []
+        self._failure: GroupError | None = None
+        """Why the last view that failed before it began did so."""
         self._pending: DeviceVote | None = None
         """The vote of the device whose result is not known here yet. Meanwhile only the thread that trains publishes."""
         self._closed = threading.Event()
@@ -220,7 +225,7 @@ class Performer:
             self._pending = None
             self._trainer.reopen()
             self._react(lambda member: member.resolved(passed=False, prepared=vote.prepared))
-        published, version, deadline = -2, -1, time.monotonic() + self._patience
+        published, version, failed, deadline = -2, -1, 0, time.monotonic() + self._patience
         while self.member.phase is machine.MemberPhase.FROZEN:
             epoch, hub = self.member.epoch, machine.HubState({})
             try:
@@ -232,11 +237,23 @@ class Performer:
             except GroupError:  # the hub is away
                 time.sleep(_PAUSE)
             todo = self._react(lambda member, hub=hub: member.look(hub))  # type: ignore[misc]
+            if self.member.epoch != epoch and self.frozen:
+                failed += 1
+                self._pause_after(failed)
             waits_for_joiners = not todo and not self._silent(hub)
             late = time.monotonic() > deadline or (self._leaving and waits_for_joiners)
             if late and self.member.phase is machine.MemberPhase.FROZEN:
                 self._react(lambda member, hub=hub: member.give_up(hub))  # type: ignore[misc]
-                raise self._too_few(hub)
+                raise self._too_few(hub) from self._failure
+
+    def _pause_after(self, failed: int) -> None:
+        """So many views in a row have failed before they began. A fault is over then; a lack of memory, say, is not."""
+        if failed == _FAILED:
+            warn_user(
+                f"{self.member.me}: {failed} views in a row have failed before they began, the last one because of "
+                f"{type(self._failure).__name__}: {self._failure} This is tried again for {self._patience:.3g} s."
+            )
+        time.sleep(min(1.0, _PAUSE * max(0, failed + 1 - _FAILED)))
 
     def _too_few(self, hub: machine.HubState) -> TooFewMembers:
         silent = self._silent(hub)
@@ -391,6 +408,7 @@ class Performer:
         except GroupError as error:
             if isinstance(error, CollectiveMismatch):
                 raise
+            self._failure = error
             self.lost()
             return
         if not self.member.holds:
