@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.collectives import ReduceOp
 from gradwire.elasticity import machine
 from gradwire.elasticity.device_vote import DeviceVote
 from gradwire.elasticity.run_records import RunRecords
@@ -382,7 +382,7 @@ class Performer:
         numbers = [*(-want for want in self._wants), *self._facts, *(-fact for fact in self._facts)]
         votes = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         try:
-            group.submit(all_reduce(votes, op=ReduceOp.MIN, label="vote")).wait()
+            group.all_reduce(votes, op=ReduceOp.MIN, label="vote")
             join, leave, *facts = votes.tolist()
             half = len(facts) // 2
             if any(low != -high for low, high in zip(facts[:half], facts[half:], strict=True)):

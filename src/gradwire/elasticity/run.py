@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.collectives import barrier
-from gradwire.elasticity.deal import Deal, fixed_hash
+from gradwire.elasticity.deal import Deal, fixed_hash, seed_generators
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.performer import Build, Limits, Performer
 from gradwire.elasticity.run_records import RunRecords
@@ -308,9 +307,7 @@ class ElasticStep:
             if run.performer.frozen:
                 return  # it is computed again, or by others
             run.training.replica.sync = slot == slots[-1]
-            seed = fixed_hash(run.data.seed, self.number, slot)
-            torch.manual_seed(seed)
-            random.seed(seed)
+            seed_generators(fixed_hash(run.data.seed, self.number, slot))
             yield run.data.batch(self.number, slot)
 
     def commit(self) -> bool:
