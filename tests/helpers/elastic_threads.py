@@ -124,7 +124,7 @@ def make_model(seed: int = 0, *, fused: bool = False) -> tuple[nn.Module, torch.
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
 
 
-def alone(seed: int, *, fused: bool = False) -> dict[str, Tensor]:
+def alone(seed: int, *, fused: bool = False, rate: Callable[[int], float] = lambda _: 0.01) -> dict[str, Tensor]:
     """The same training by one process, without gradwire."""
     model, optimizer = make_model(seed, fused=fused)
     for step in range(STEPS):
@@ -134,6 +134,7 @@ def alone(seed: int, *, fused: bool = False) -> dict[str, Tensor]:
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad /= SLOTS
+        optimizer.param_groups[0]["lr"] = rate(step)
         optimizer.step()
         optimizer.zero_grad()
     return dict(model.state_dict())

@@ -219,9 +219,10 @@ class Performer:
 
     def settle(self) -> None:
         """If the members change, wait until there is a view whose group works."""
-        if self.check_group():
-            self.resolve()
-        if (vote := self._pending) is not None and self.frozen:
+        if not self.check_group():
+            return  # one that freezes from here on has not waited for its pending vote
+        self.resolve()
+        if (vote := self._pending) is not None:
             self._pending = None
             self._trainer.reopen()
             self._react(lambda member: member.resolved(passed=False, prepared=vote.prepared))
@@ -358,8 +359,8 @@ class Performer:
 
     def _diverged(self) -> ReplicasDiverged:
         return ReplicasDiverged(
-            f"vote on step {self.member.step} in view {self.view.epoch}: members differ in parameters, buckets, hook, data set, or "
-            "numbers of the optimizer, as those of a scheduler that is not stepped in update=, and this one is "
+            f"vote on step {self.member.step} in view {self.view.epoch}: members differ in parameters, buckets, hook, data set, "
+            "update=, or numbers of the optimizer, as those of a scheduler that is not stepped in update=, and this one is "
             f"{self.member.me}. Nothing was committed. Begin again from the last checkpoint."
         )
 

@@ -86,6 +86,8 @@ class ElasticRun:
         self.training.replica.reducer.iterations.survive = self._survive
         self.training.replica.reducer.iterations.before_backward = self._resolve
         self._performer: Performer | None = None
+        self.changed = 0
+        """How often members have changed outside of `commit`: a step that had begun then is over."""
         self.finished = self._leaving = False
         """Whether training has ended here, for whatever reason but that this process leaves."""
         self._listeners: list[Callable[[View], object]] = []
@@ -141,8 +143,10 @@ class ElasticRun:
 
     def close(self) -> None:
         """End training, on all members: each calls it after the same step. A no-op if it is closed."""
-        self._finish()
-        self.release()
+        try:
+            self._finish()
+        finally:
+            self.release()
 
     def release(self) -> None:
         self.finished = self.finished or not self.left
@@ -179,12 +183,21 @@ class ElasticRun:
 
     def _finish(self) -> None:
         """Training has ended: nobody goes before all have the last step, and nobody is replaced or joins any more."""
-        if not self.finished and self._performer is not None and not self.left:
-            self._know()
-            self.finished = True
-            with contextlib.suppress(GroupError):
-                self.group.submit(barrier(label="the end of training").within(_END)).wait()
-            self._performer.end()
+        if self.finished or self._performer is None:
+            return
+        opened = self.training.opened
+        self._know()
+        if self.left:
+            return
+        if self.training.opened < opened:
+            raise UsageError(
+                f"end of training after step {opened - 1}: the device has not committed it, because members were lost. Pass steps= "
+                "to gw.elastic, or ask run.committed before you end the loop."
+            )
+        self.finished = True
+        with contextlib.suppress(GroupError):
+            self.group.submit(barrier(label="the end of training").within(_END)).wait()
+        self._performer.end()
 
     def commit(self) -> bool:
         """Vote on the step, and step the optimizer; False if it is to be computed again. See `ElasticStep.commit`."""
@@ -207,17 +220,13 @@ class ElasticRun:
                     f"commit() of step {number}: gradients were averaged {self.training.averaged} times in it. Take the next batch "
                     "only after the backward of the one before; call commit() after the last."
                 )
-        try:
+        with self._rescuing():
             due = number == self.view.step or bool(self.check_every and number % self.check_every == 0)
             by_hosts = due or performer.change_voted or number + 1 == self.steps
             gate = None if by_hosts else self.training.gate
             if not performer.frozen and self._share_buffers(wait=gate is None):
                 performer.vote(self.training.facts(self.view, digests=due), gate)
             performer.settle()
-        except TooFewMembers as error:
-            if self.rescue is not None and performer.member.holds:
-                _rescue(self, error, self.rescue)
-            raise
         if not self.done and not performer.pending:
             self.training.open()
         return self.training.opened > number
@@ -226,6 +235,15 @@ class ElasticRun:
         """For a loop of your own: call it after `backward()`, in place of `optimizer.step()`. False: nothing was changed, because
         members were lost; compute the same batch again."""
         return self.commit()
+
+    @contextlib.contextmanager
+    def _rescuing(self) -> Iterator[None]:
+        try:
+            yield
+        except TooFewMembers as error:
+            if self.rescue is not None and self.performer.member.holds:
+                _rescue(self, error, self.rescue)
+            raise
 
     def _survive(self, error: GroupError) -> bool:
         if isinstance(error, CollectiveMismatch):
@@ -242,8 +260,12 @@ class ElasticRun:
         if self._performer is not None and self._performer.pending:
             self._performer.resolve()
             if self._performer.pending:  # it was not
-                self._performer.settle()
-                self.training.open()
+                with self._rescuing():
+                    self._performer.settle()
+                self.changed += 1
+                self.training.replica.sync = False  # of what is computed now, nothing counts: see `ElasticStep.commit`
+                if not self.left:
+                    self.training.open()
 
     def _share_buffers(self, *, wait: bool) -> bool:
         """All members have those of the first one at a commit. `wait`: until they and the averages are there."""
@@ -294,7 +316,7 @@ class ElasticStep:
         self.ended = False
         """Whether `commit` was called."""
         self.committed = False
-        self._run = run
+        self._run, self._changed = run, run.changed
         self._pause()
 
     def __iter__(self) -> Iterator[Any]:
@@ -304,7 +326,7 @@ class ElasticStep:
                 f"the batches of step {self.number}: the run has no data. Pass data=gw.Deal(...) to gw.elastic."
             )
         for slot in slots:
-            if run.performer.frozen:
+            if run.performer.frozen or run.changed > self._changed:
                 return  # it is computed again, or by others
             run.training.replica.sync = slot == slots[-1]
             seed_generators(fixed_hash(run.data.seed, self.number, slot))
@@ -313,8 +335,11 @@ class ElasticStep:
     def commit(self) -> bool:
         """Vote, and step the optimizer when all members have all averages. If members were lost, there is another view when it
         returns; False: the step is computed again in that one, in the next iteration."""
-        self.ended = True
-        self.committed = self._run.commit()
+        self.ended, run = True, self._run
+        if run.changed == self._changed:
+            self.committed = run.commit()
+        elif not run.left:
+            run.training.restart()
         self._pause()
         return self.committed
 

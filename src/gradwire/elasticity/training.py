@@ -48,6 +48,8 @@ class _Averaged:
     gradients: list[Tensor | None]
     buffers: dict[str, Tensor]
     """As they were when it began."""
+    options: list[dict[str, Any]]
+    """Of the optimizer's groups, when it was enqueued."""
 
 
 class Training:
@@ -93,6 +95,8 @@ class Training:
         self._owners: tuple[str, ...] = ()
         self._fork: StepFork | None = None
         self._behind: _Averaged | None = None
+        self._later: list[dict[str, Any]] = []
+        """Options of the optimizer that were set after the present step was enqueued behind a gate that was closed."""
         self._buffers: dict[str, Tensor] = {}
         self._reduced = 0
         self._updating = False
@@ -111,7 +115,8 @@ class Training:
     def gate(self) -> torch.device | None:
         """The device that may vote: nothing but the optimizer depends on the vote, and it can be told by the device. Else None."""
         device = self.replica.parameters[0].device
-        plain = self.update == self.optimizer.step and not self.registered and self.data is not None
+        hooks = len(self.optimizer._optimizer_step_pre_hooks) > 1 or self.optimizer._optimizer_step_post_hooks
+        plain = self.update == self.optimizer.step and not (hooks or self.registered) and self.data is not None
         ordered = device.type == "cuda" and self.replica.graph is Graph.ALL_USED and self.group.orders_streams(device)
         skips = can_skip_step(self.optimizer) and not allocates_momentum(self.optimizer)
         return device if plain and ordered and skips else None
@@ -140,7 +145,7 @@ class Training:
             v for group in self.optimizer.param_groups for _, v in sorted(group.items()) if isinstance(v, int | float)
         ]
         return [
-            fixed_hash(self.opened, view.epoch, hook, self._owners, data, *map(float, rates)),
+            fixed_hash(self.opened, view.epoch, hook, self._owners, data, self.gate is None, *map(float, rates)),
             fixed_hash(*bits),
         ]
 
@@ -155,6 +160,7 @@ class Training:
         behind, self._behind = self._behind, None
         if behind is None:
             self._update()
+            self._use(self._later)
         fork = self._end() if behind is None else behind.fork
         assert fork is not None
         fork.commit()
@@ -173,7 +179,7 @@ class Training:
     def commit_behind(self, closed: Tensor) -> None:
         fork, self._fork = self._fork, None
         assert fork is not None
-        self._behind = _Averaged(fork, [p.grad for p in self._parameters], self._buffers)
+        self._behind = _Averaged(fork, [p.grad for p in self._parameters], self._buffers, self._options())
         FoundInfOverride.add(self.optimizer, self, closed)
         try:
             self._update()
@@ -189,9 +195,20 @@ class Training:
         self.replica.runner.driver.drain(self.group.timeout)
         self.replica.reducer.abandon("the vote on the step before has failed")
         self._restore_buffers()
-        self._fork, self._buffers = behind.fork, behind.buffers
+        self._fork, self._buffers, self._later = behind.fork, behind.buffers, self._options()
+        self._use(behind.options)
         for parameter, gradient in zip(self._parameters, behind.gradients, strict=True):
             parameter.grad = gradient
+
+    def _options(self) -> list[dict[str, Any]]:
+        groups = self.optimizer.param_groups
+        return [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in one.items() if k != "params"} for one in groups
+        ]
+
+    def _use(self, options: list[dict[str, Any]]) -> None:
+        for group, values in zip(self.optimizer.param_groups, options, strict=False):
+            group.update(values)
 
     def drop(self) -> None:
         self.replica.runner.driver.drain(self.group.timeout)
@@ -202,6 +219,12 @@ class Training:
         self._retried = True
         self._restore_buffers()
 
+    def restart(self) -> None:
+        """What was computed since the step has begun does not count."""
+        self.drop()
+        self._retried = False
+        self.open()
+
     def _restore_buffers(self) -> None:
         with torch.no_grad():
             for name, buffer in self.replica.state.named_buffers().items():
@@ -209,7 +232,7 @@ class Training:
                     buffer.copy_(self._buffers[name])
 
     def _end(self) -> StepFork | None:
-        fork, self._fork = self._fork, None
+        fork, self._fork, self._later = self._fork, None, []
         self.replica.reducer.abandon("the step has ended")
         self._clear_gradients()
         return fork
