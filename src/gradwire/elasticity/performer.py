@@ -360,7 +360,7 @@ class Performer:
     def _diverged(self) -> ReplicasDiverged:
         return ReplicasDiverged(
             f"vote on step {self.member.step} in view {self.view.epoch}: members differ in parameters, buckets, hook, data set, "
-            "update=, or numbers of the optimizer, as those of a scheduler that is not stepped in update=, and this one is "
+            "update=, state=, or numbers of the optimizer, as those of a scheduler that is not stepped in update=, and this one is "
             f"{self.member.me}. Nothing was committed. Begin again from the last checkpoint."
         )
 

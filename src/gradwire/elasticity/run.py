@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from gradwire.elasticity.deal import Deal, fixed_hash, seed_generators
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.performer import Build, Limits, Performer
 from gradwire.elasticity.run_records import RunRecords
-from gradwire.elasticity.state import pack, save, unpack
+from gradwire.elasticity.saved_states import Source, find_states
+from gradwire.elasticity.state import pack, save
 from gradwire.elasticity.training import Training
 from gradwire.errors import CollectiveMismatch, GroupError, HookError, TooFewMembers, UsageError, UsageTypeError
 from gradwire.events import Handle
@@ -290,10 +291,15 @@ class ElasticRun:
         self.training.registered |= objects
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a run needs to go on from the last committed step: pass it to `gw.elastic(state=...)`. All but the
-        model's is JSON and tensors, which any checkpoint keeps as they are."""
+        """Everything that a run needs to go on from the last committed step, but what other ranks owe: pass it, or a list of those
+        of all, to `gw.elastic(state=...)`. All but the model's is JSON and tensors, which any checkpoint keeps as they are."""
         self._know()
-        state, tensors = self.training.state_dict(), list[Tensor]()
+        return self._state(self.group.rank, rescued=False)
+
+    def _state(self, rank: int, *, rescued: bool) -> dict[str, Any]:
+        size, digest = self.group.size, self.training.digest
+        saved = {"rank": rank, "size": size, "rescued": rescued, "digest": digest}
+        state, tensors = {**self.training.state_dict(), "saved": saved}, list[Tensor]()
         model, rest = state.pop("model"), json.dumps(pack(state, tensors))
         return {"model": model, "run": rest, "tensors": {str(number): one for number, one in enumerate(tensors)}}
 
@@ -301,11 +307,12 @@ class ElasticRun:
         """Write `state_dict()` into a safetensors file, completely or not at all: pass it to `gw.elastic(state=path)`."""
         save(self.state_dict(), Path(path))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin with this state, if nobody else has begun the run."""
+    def load_state_dict(self, state: Source | Iterable[Source]) -> None:
+        """Begin with this state, or file of `save`, or a list of those of all ranks, if nobody else has begun the run."""
         _refuse_after_start(self._performer, "load_state_dict", "state=")
-        tensors = [state["tensors"][str(number)] for number in range(len(state["tensors"]))]
-        self.training.load_state_dict({"model": state["model"], **unpack(json.loads(state["run"]), tensors)})
+        states = find_states(state, remembers=self.training.remembers)
+        self.training.load_state_dict(states[0].read())
+        self.training.begun_from = states if self.training.remembers else []
 
 
 class ElasticStep:
@@ -356,11 +363,17 @@ def _refuse_after_start(performer: Performer | None, method: str, instead: str) 
 
 
 def _rescue(run: ElasticRun, error: TooFewMembers, path: str | os.PathLike[str]) -> None:
+    """Save the state, of a hook that remembers into a file for each rank."""
+    rank, path = run.view.members.index(run.performer.member.me), os.fspath(path)
+    file, given = path, repr(path)
+    if run.training.remembers:
+        file, given = f"{path}-{rank}", f"glob.glob({path + '-*'!r})"
     try:
-        run.save(path)
+        run._know()
+        save(run._state(rank, rescued=True), Path(file))
     except Exception as why:
         error.add_note(
-            f"The state after step {run.committed} could not be saved in {path}: {type(why).__name__}: {why}"
+            f"The state after step {run.committed} could not be saved in {file}: {type(why).__name__}: {why}"
         )
     else:
-        error.add_note(f"The state after step {run.committed} is saved: gw.elastic(state={str(path)!r}).")
+        error.add_note(f"The state after step {run.committed} is saved: gw.elastic(state={given}).")

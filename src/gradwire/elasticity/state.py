@@ -11,7 +11,7 @@ import json
 import secrets
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def pack(value: Any, tensors: list[Tensor], path: str = "state") -> Any:
     )
 
 
-def unpack(packed: Any, tensors: list[Tensor]) -> Any:
+def unpack(packed: Any, tensors: Sequence[Tensor | None]) -> Any:
     """What `pack` was given."""
     if not isinstance(packed, list):
         return packed
@@ -131,12 +131,15 @@ def save(value: Any, path: Path) -> None:
         whole.replace(path)
 
 
-def load(path: Path) -> Any:
-    """The state in a file of `save`, with its tensors on the CPU."""
+def load(path: Path, *, whole: bool = True) -> Any:
+    """The state in a file of `save`, with its tensors on the CPU; not `whole`: with None in their places."""
     advice = "Pass one that run.save() has written; of a file of torch.save, pass the dict that it holds."
     library = safetensors("")
     try:
         with library.safe_open(path, "pt") as file:
+            if not whole:
+                packed, about = json.loads(bytes(file.get_tensor(_ABOUT).numpy()))
+                return unpack(packed, [None] * len(about))
             found = _from_rows(file.get_tensor(_ABOUT), lambda number, _: file.get_tensor(str(number)).clone())
     except (library.SafetensorError, ValueError) as error:
         raise UsageError(f"{path}: this file holds no state of a run ({error}). {advice}") from None

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from gradwire.elasticity.deal import Deal, fixed_hash, share_slots
 from gradwire.elasticity.device_vote import mark, wait_for
 from gradwire.elasticity.machine import View
+from gradwire.elasticity.saved_states import SavedState
 from gradwire.elasticity.state import receive, send
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
@@ -90,9 +91,14 @@ class Training:
         )
         self.replica.reducer.order.limits = None  # buckets depend on the model alone, so all members have the same
         self.replica.divergence = DivergenceSchedule(None)
+        self.begun_from: list[SavedState] = []
+        """Until the first commit, what members saved in the run that this one continues, if the hook remembers."""
+        self._saved_owners: list[int] = []
+        """The ranks in that run that had the slots."""
         self._retried = False
         """Whether the last step was dropped, to be computed again."""
         self._owners: tuple[str, ...] = ()
+        self._members: tuple[str, ...] = ()
         self._fork: StepFork | None = None
         self._behind: _Averaged | None = None
         self._later: list[dict[str, Any]] = []
@@ -140,14 +146,24 @@ class Training:
     def facts(self, view: View, *, digests: bool) -> list[int]:
         """What must be equal on all members when they vote."""
         hook, data = repr(self.replica.hook), () if self.data is None else self.data.facts
-        bits = [int(digest(p)) for p in self.replica.parameters] if digests else []
+        begun = [(one.rank, one.facts) for one in self.begun_from]
         rates = [
             v for group in self.optimizer.param_groups for _, v in sorted(group.items()) if isinstance(v, int | float)
         ]
         return [
-            fixed_hash(self.opened, view.epoch, hook, self._owners, data, self.gate is None, *map(float, rates)),
-            fixed_hash(*bits),
+            fixed_hash(self.opened, view.epoch, hook, begun, self._owners, data, self.gate is None, *map(float, rates)),
+            self.digest if digests else 0,
         ]
+
+    @property
+    def digest(self) -> int:
+        """Of the bits of all parameters."""
+        return fixed_hash(*(int(digest(p)) for p in self.replica.parameters))
+
+    @property
+    def remembers(self) -> bool:
+        """Whether members may owe something to the average."""
+        return Trait.REMEMBERS in self.replica.runner.hook.traits
 
     def _before_update(self, *_: object) -> None:
         if (self._fork or self._behind) is not None and not self._updating:
@@ -161,6 +177,7 @@ class Training:
         if behind is None:
             self._update()
             self._use(self._later)
+        self.begun_from = []
         fork = self._end() if behind is None else behind.fork
         assert fork is not None
         fork.commit()
@@ -248,7 +265,7 @@ class Training:
 
     def hand_over(self, leaving: bool) -> None:
         group, runner = self.group, self.replica.runner
-        if Trait.REMEMBERS not in runner.hook.traits:
+        if not self.remembers:
             return
         flags = torch.empty(group.size, dtype=torch.int64, device="cpu")
         group.all_gather_into_tensor(flags, torch.tensor([int(leaving)], device="cpu"), label="who leaves")
@@ -268,9 +285,11 @@ class Training:
         if (recorder := writer.active) is not None:
             facts = {"epoch": view.epoch, "members": view.members, "step": view.step, "retried": self._retried}
             recorder.describe("view", {**facts, "time": time.time()})
-        self._retried = False
+        self._retried, self._members = False, view.members
         if self.data is not None:  # of a fresh member, what it gets from another one replaces it
-            self._owners = share_slots(self.data.slots, view.members, self._owners)
+            saved = self._saved_owners if len(self._saved_owners) == self.data.slots else []
+            before = self._owners or [dict(enumerate(view.members)).get(rank, "") for rank in saved]
+            self._owners = share_slots(self.data.slots, view.members, before)
 
     def enter(self, view: View, group: Group) -> None:
         before, self.group = self.group.size, group
@@ -284,6 +303,8 @@ class Training:
                 send(group, rank, self._travelling())
             elif group.rank == rank:
                 self._arrive(receive(group, donor))
+        self.begun_from = self.begun_from if view.begins else []
+        self._take_share()
         self.committed = view.step
         if self.data is not None:
             me = view.members[group.rank]
@@ -295,6 +316,15 @@ class Training:
             recorder.put(RecordKind.VIEW, member, operation, nbytes=group.size, place=place)
         self.entered(view)
 
+    def _take_share(self) -> None:
+        """Take on what the same rank owed in the run before, and those whose number no rank has now."""
+        runner, (rank, size) = self.replica.runner, (self.group.rank, self.group.size)
+        shares = [one.read()["hook"] for one in self.begun_from[rank::size]]
+        if shares:
+            runner.states = from_dict(shares[0], runner.hook, rank=shares[0]["rank"])
+            sizes = (1, 1) if self.data is not None else (self.begun_from[0].facts["size"], size)
+            runner.change_ranks(*sizes, leavers=shares[1:])
+
     def state_dict(self) -> dict[str, Any]:
         model = self.model.state_dict()
         return {
@@ -304,6 +334,7 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
             "registered": {name: one.state_dict() for name, one in self.registered.items()},
             "hook": self.replica.runner.state_dict(),
+            "slots": [self._members.index(owner) for owner in self._owners],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -321,7 +352,7 @@ class Training:
             one.load_state_dict(state["registered"][name])
         runner = self.replica.runner
         runner.states = from_dict(state["hook"], runner.hook, rank=state["hook"]["rank"])  # also what that rank owes
-        self.committed = state["committed"]
+        self.committed, self._saved_owners = state["committed"], state["slots"]
 
     def _load_as_saved(self, saved: Mapping[int, Mapping[str, Any]], model: Mapping[str, Tensor]) -> None:
         """Tensors of the optimizer, of which torch makes no copies, and changes the dtype to that of the parameter."""
