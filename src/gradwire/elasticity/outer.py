@@ -198,10 +198,11 @@ class OuterTraining(Training):
 
     def _arrive(self, state: Mapping[str, Any]) -> None:
         """With the parameters of the anchor. One that was here before keeps what it owes."""
-        own, self._own = self._own, None
+        own, counted, self._own = self._own, self._counted, None
         if own is not None:
             state = {**state, "hook": {**own, "step": state["hook"]["step"]}}
         super()._arrive(state)
+        self._counted = counted if own is not None else self._counted
         self.outer.to_anchor()
         self.moved = False
 

@@ -157,7 +157,7 @@ class ElasticRun:
 
     @property
     def committed(self) -> int:
-        """How many steps have been committed. Waits for the device where that votes."""
+        """How many steps have been committed; of a hook with rounds, in whole rounds. Waits for the device where that votes."""
         self._know()
         return self.training.steps_committed
 
@@ -357,7 +357,7 @@ def _rescue(run: ElasticRun, error: TooFewMembers, path: str | os.PathLike[str])
         save(run._state_dict(), Path(path))
     except Exception as why:
         error.add_note(
-            f"The state after step {run.committed} could not be saved in {path}: {type(why).__name__}: {why}"
+            f"The state after step {run.training.opened} could not be saved in {path}: {type(why).__name__}: {why}"
         )
     else:
-        error.add_note(f"The state after step {run.committed} is saved: gw.elastic(state={str(path)!r}).")
+        error.add_note(f"The state after step {run.training.opened} is saved: gw.elastic(state={str(path)!r}).")
