@@ -63,6 +63,10 @@ class Limits:
 class Trainer(Protocol):
     """What is trained: called by the thread that trains, in the order that the protocol asks for."""
 
+    @property
+    def may_leave(self) -> bool:
+        """Whether nothing is lost if this member leaves with a change of members that nobody has voted for."""
+
     def commit(self) -> None:
         """Step the optimizer with the averages."""
 
@@ -125,6 +129,11 @@ class Performer:
     def frozen(self) -> bool:
         """Whether the members change: what is computed now may be dropped."""
         return not self.member.computing
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this process has been told to leave."""
+        return self._leaving
 
     def leave(self) -> None:
         """Leave after the next step. May be called in a signal handler."""
@@ -285,7 +294,9 @@ class Performer:
 
     def _react(self, event: Callable[[machine.Member], machine.Reaction]) -> tuple[machine.Instruction, ...]:
         with self._lock:
-            if self._leaving:  # before a standing is published that says otherwise
+            if self.member.computing:  # no standing says so yet
+                self.member = self.member._replace(leaving=False)
+            if self._leaving and self._trainer.may_leave:  # before a standing is published that says otherwise
                 self.member, _ = self.member.leave()
             self.member, todo = event(self.member)
         for instruction in todo:

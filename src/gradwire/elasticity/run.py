@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from gradwire.collectives import barrier
 from gradwire.elasticity.deal import Deal, fixed_hash, seed_generators
 from gradwire.elasticity.machine import View
+from gradwire.elasticity.outer import OuterTraining, end_round
 from gradwire.elasticity.performer import Build, Limits, Performer
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.saved_states import Source, find_states
 from gradwire.elasticity.state import pack, save
 from gradwire.elasticity.training import Training
-from gradwire.errors import CollectiveMismatch, GroupError, HookError, TooFewMembers, UsageError, UsageTypeError
+from gradwire.errors import CollectiveMismatch, GroupError, TooFewMembers, UsageError, UsageTypeError
 from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
@@ -67,12 +68,6 @@ class ElasticRun:
                 "gw.elastic(graph=Graph.STATIC): members that join have not seen the graph that the others have learned. Choose "
                 "policies.Graph.ALL_USED or FIND_UNUSED."
             )
-        if isinstance(hook, OuterHook):
-            raise HookError(
-                f"gw.elastic(hook={hook!r}): members commit gradients, and this hook averages parameters after many steps. "
-                "Choose one that averages gradients.",
-                hook=repr(hook),
-            )
         self.model = model
         self.optimizer = optimizer
         self.data = data
@@ -82,7 +77,8 @@ class ElasticRun:
         """After how many steps members compare their parameters."""
         self.rescue: str | os.PathLike[str] | None = None
         """Where the state is saved when too few members are left."""
-        self.training = Training(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
+        made = OuterTraining if isinstance(hook, OuterHook) else Training
+        self.training: Training = made(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
         self.training.entered = self._entered
         self.training.replica.reducer.iterations.survive = self._survive
         self.training.replica.reducer.iterations.before_backward = self._resolve
@@ -100,8 +96,9 @@ class ElasticRun:
         self._performer = Performer(me, connect, build, self.training, limits)
         if self._leaving:
             self._performer.leave()
-        self._performer.join(self.committed)
+        self._performer.join(self.training.committed)
         if not self.left:
+            self._end_round()
             self.training.open()
         return self
 
@@ -164,9 +161,9 @@ class ElasticRun:
 
     @property
     def committed(self) -> int:
-        """How many steps have been committed. Waits for the device where that votes."""
+        """How many steps have been committed; of a hook with rounds, in whole rounds. Waits for the device where that votes."""
         self._know()
-        return self.training.committed
+        return self.training.steps_committed
 
     @property
     def done(self) -> bool:
@@ -195,6 +192,9 @@ class ElasticRun:
                 f"end of training after step {opened - 1}: the device has not committed it, because members were lost. Pass steps= "
                 "to gw.elastic, or ask run.committed before you end the loop."
             )
+        self._end_round(now=True)
+        if self.left:
+            return
         self.finished = True
         with contextlib.suppress(GroupError):
             self.group.submit(barrier(label="the end of training").within(_END)).wait()
@@ -210,7 +210,7 @@ class ElasticRun:
             raise UsageError(
                 f"commit() of step {number}: the run has ended. Loop while not run.done, or choose more steps=."
             )
-        if not performer.frozen:
+        if not (self.training.retries and performer.frozen):
             if not self.training.averaged:
                 raise UsageError(
                     f"commit() of step {number}: no gradients were averaged in it. Call backward() for every batch of the step "
@@ -222,15 +222,27 @@ class ElasticRun:
                     "only after the backward of the one before; call commit() after the last."
                 )
         with self._rescuing():
-            due = number == self.view.step or bool(self.check_every and number % self.check_every == 0)
-            by_hosts = due or performer.change_voted or number + 1 == self.steps
-            gate = None if by_hosts else self.training.gate
-            if not performer.frozen and self._share_buffers(wait=gate is None):
-                performer.vote(self.training.facts(self.view, digests=due), gate)
-            performer.settle()
+            if isinstance(self.training, OuterTraining):
+                self.training.step(last=number + 1 == self.steps)
+                self._end_round()
+            else:
+                self._vote(number)
         if not self.done and not performer.pending:
             self.training.open()
         return self.training.opened > number
+
+    def _vote(self, number: int) -> None:
+        performer = self.performer
+        due = number == self.view.step or bool(self.check_every and number % self.check_every == 0)
+        by_hosts = due or performer.change_voted or number + 1 == self.steps
+        gate = None if by_hosts else self.training.gate
+        if not performer.frozen and self._share_buffers(wait=gate is None):
+            performer.vote(self.training.facts(self.view, digests=due), gate)
+        performer.settle()
+
+    def _end_round(self, *, now: bool = False) -> None:
+        if isinstance(self.training, OuterTraining):
+            end_round(self.training, self.performer, self._survive, now=now)
 
     def step(self) -> bool:
         """For a loop of your own: call it after `backward()`, in place of `optimizer.step()`. False: nothing was changed, because
@@ -294,12 +306,18 @@ class ElasticRun:
         """Everything that a run needs to go on from the last committed step, but what other ranks owe: pass it, or a list of those
         of all, to `gw.elastic(state=...)`. All but the model's is JSON and tensors, which any checkpoint keeps as they are."""
         self._know()
+        if self.committed < self.training.opened and self.group.size > 1:
+            raise UsageError(
+                f"the state after step {self.training.opened}: in a round of {self.training.replica.hook!r} members differ. "
+                "Save it after the last step of a round, when run.committed > step.number."
+            )
         return self._state(self.group.rank, rescued=False)
 
     def _state(self, rank: int, *, rescued: bool) -> dict[str, Any]:
-        size, digest = self.group.size, self.training.digest
-        saved = {"rank": rank, "size": size, "rescued": rescued, "digest": digest}
-        state, tensors = {**self.training.state_dict(), "saved": saved}, list[Tensor]()
+        training = self.training
+        digest = training.digest if training.opened == training.steps_committed else 0  # in a round members differ
+        saved = {"rank": rank, "size": self.group.size, "rescued": rescued, "digest": digest}
+        state, tensors = {**training.state_dict(), "saved": saved}, list[Tensor]()
         model, rest = state.pop("model"), json.dumps(pack(state, tensors))
         return {"model": model, "run": rest, "tensors": {str(number): one for number, one in enumerate(tensors)}}
 
@@ -333,7 +351,7 @@ class ElasticStep:
                 f"the batches of step {self.number}: the run has no data. Pass data=gw.Deal(...) to gw.elastic."
             )
         for slot in slots:
-            if run.performer.frozen or run.changed > self._changed:
+            if run.changed > self._changed or (run.training.retries and run.performer.frozen):
                 return  # it is computed again, or by others
             run.training.replica.sync = slot == slots[-1]
             seed_generators(fixed_hash(run.data.seed, self.number, slot))
@@ -373,7 +391,7 @@ def _rescue(run: ElasticRun, error: TooFewMembers, path: str | os.PathLike[str])
         save(run._state(rank, rescued=True), Path(file))
     except Exception as why:
         error.add_note(
-            f"The state after step {run.committed} could not be saved in {file}: {type(why).__name__}: {why}"
+            f"The state after step {run.training.opened} could not be saved in {file}: {type(why).__name__}: {why}"
         )
     else:
-        error.add_note(f"The state after step {run.committed} is saved: gw.elastic(state={given}).")
+        error.add_note(f"The state after step {run.training.opened} is saved: gw.elastic(state={given}).")

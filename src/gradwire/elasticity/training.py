@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import NO_OPERATION, Place
 from gradwire.reducer.checks.attached_optimizers import FoundInfOverride, allocates_momentum, can_skip_step
-from gradwire.reducer.hook.hook_states import StepFork, from_dict
+from gradwire.reducer.hook.hook_states import StepFork
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,9 @@ class _Averaged:
 
 class Training:
     """What one member of a run trains. Its `Performer` calls it, in the thread that trains."""
+
+    retries = True
+    """Whether a step that is not committed is computed again."""
 
     def __init__(
         self,
@@ -134,6 +137,16 @@ class Training:
             wait_for(mark(device), lost, self.group.timeout, f"averages of step {self.opened} of {self.group}")
 
     @property
+    def may_leave(self) -> bool:
+        """Whether nothing of this member is lost if it leaves with a change of members that nobody has voted for."""
+        return True
+
+    @property
+    def steps_committed(self) -> int:
+        """How many steps of the optimizer are known to be committed."""
+        return self.committed
+
+    @property
     def opened(self) -> int:
         """The number of the present step: one more than is committed while it is not known whether the last one was."""
         return self.committed + (self._behind is not None)
@@ -166,11 +179,15 @@ class Training:
         return Trait.REMEMBERS in self.replica.runner.hook.traits
 
     def _before_update(self, *_: object) -> None:
-        if (self._fork or self._behind) is not None and not self._updating:
+        if self._in_step and not self._updating:
             raise UsageError(
                 f"optimizer.step() in step {self.opened} of a run: it would change parameters before the members have voted. "
                 "Call commit() instead, which calls it, or the update= that you pass to gw.elastic."
             )
+
+    @property
+    def _in_step(self) -> bool:
+        return (self._fork or self._behind) is not None
 
     def commit(self) -> None:
         behind, self._behind = self._behind, None
@@ -276,7 +293,7 @@ class Training:
         if leaving:
             saved = runner.state_dict()
             send(group, heir, saved)
-            runner.states = from_dict(saved, runner.hook, rank=-1)  # it owes nothing now
+            runner.restore(saved, rank=-1)  # it owes nothing now
         elif group.rank == heir:
             runner.change_ranks(1, 1, leavers=[receive(group, rank) for rank in leavers])
         group.barrier(label="handed over")  # nobody aborts the group before
@@ -292,24 +309,12 @@ class Training:
             self._owners = share_slots(self.data.slots, view.members, before)
 
     def enter(self, view: View, group: Group) -> None:
-        before, self.group = self.group.size, group
-        self.replica.move_to_group(group)
-        if self.data is None and view.epoch and view.members[group.rank] not in view.fresh:
-            self.replica.runner.change_ranks(before, group.size)  # gradients are divided by the number of members
-        holders = [rank for rank, one in enumerate(view.members) if one not in view.fresh]
-        for number, rank in enumerate(view.members.index(one) for one in view.fresh):
-            donor = holders[number % len(holders)]
-            if group.rank == donor:
-                send(group, rank, self._travelling())
-            elif group.rank == rank:
-                self._arrive(receive(group, donor))
+        self._use_group(view, group)
+        self._bring_state(view)
         self.begun_from = self.begun_from if view.begins else []
         self._take_share()
         self.committed = view.step
-        if self.data is not None:
-            me = view.members[group.rank]
-            self.slots = [slot for slot, owner in enumerate(self._owners) if owner == me]
-            self.replica.runner.divisor = self.data.slots
+        self._take_slots(view)
         if (recorder := writer.active) is not None:
             operation = NO_OPERATION[:2] + (view.epoch,) + NO_OPERATION[3:]
             member, place = group.ledger.events.member(recorder), Place(view.step)
@@ -321,9 +326,36 @@ class Training:
         runner, (rank, size) = self.replica.runner, (self.group.rank, self.group.size)
         shares = [one.read()["hook"] for one in self.begun_from[rank::size]]
         if shares:
-            runner.states = from_dict(shares[0], runner.hook, rank=shares[0]["rank"])
+            runner.restore(shares[0], rank=shares[0]["rank"])
             sizes = (1, 1) if self.data is not None else (self.begun_from[0].facts["size"], size)
             runner.change_ranks(*sizes, leavers=shares[1:])
+
+    def _use_group(self, view: View, group: Group) -> None:
+        before, self.group = self.group.size, group
+        self.replica.move_to_group(group)
+        if self.data is None and view.epoch and view.members[group.rank] not in view.fresh:
+            self.replica.runner.change_ranks(before, group.size)  # gradients are divided by the number of members
+
+    def _bring_state(self, view: View) -> None:
+        """To the fresh members of the view."""
+        holders = [rank for rank, one in enumerate(view.members) if one not in view.fresh]
+        self._send_state([view.members.index(one) for one in view.fresh], holders)
+
+    def _send_state(self, receivers: Sequence[int], holders: Sequence[int]) -> None:
+        """From these members to those: each of both calls it."""
+        for number, rank in enumerate(receivers):
+            donor = holders[number % len(holders)]
+            if self.group.rank == donor:
+                send(self.group, rank, self._travelling())
+            elif self.group.rank == rank:
+                self._arrive(receive(self.group, donor))
+
+    def _take_slots(self, view: View) -> None:
+        """Those that this member computes in the view."""
+        if self.data is not None:
+            me = view.members[self.group.rank]
+            self.slots = [slot for slot, owner in enumerate(self._owners) if owner == me]
+            self.replica.runner.divisor = self.data.slots
 
     def state_dict(self) -> dict[str, Any]:
         model = self.model.state_dict()
@@ -350,8 +382,7 @@ class Training:
         self._load_as_saved(state["optimizer"]["state"], model)
         for name, one in self.registered.items():
             one.load_state_dict(state["registered"][name])
-        runner = self.replica.runner
-        runner.states = from_dict(state["hook"], runner.hook, rank=state["hook"]["rank"])  # also what that rank owes
+        self.replica.runner.restore(state["hook"], rank=state["hook"]["rank"])  # also what that rank owes
         self.committed, self._saved_owners = state["committed"], state["slots"]
 
     def _load_as_saved(self, saved: Mapping[int, Mapping[str, Any]], model: Mapping[str, Tensor]) -> None:

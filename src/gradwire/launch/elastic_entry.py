@@ -56,6 +56,7 @@ def elastic(
     """Join a run whose members may die, leave and join. Returns when this process is a member, with the state of the others; a
     process that comes when training has ended exits here.
 
+    With `hooks.diloco` or `sparse_loco` a round of steps is committed, not a step: within it a commit steps this member alone.
     `data` deals each step's samples to the members; a run ends after `steps`. A commit calls `update`, by default
     `optimizer.step`: clip gradients, step a GradScaler or a scheduler there. `register` names whatever else has a `state_dict` that
     members that join need. `state`, a file of `run.save` or a list of those of all ranks, is where a run begins that nobody else
