@@ -89,13 +89,17 @@ class Threads:
         limits = Limits(**{"starters": starters, "patience": 30.0, **self.options})
         run.start(me, lambda: RunRecords(self.records), lambda *view: self.build(*view), limits)
         for step in run:
-            if "joiner" in self.runs and step.number == STEPS - 3 and not self.joined.is_set():
-                wait_until(lambda: run.performer._lobby or self.joined.is_set(), "the joiner is in the lobby")
+            self.pace(run, step.number)
             for x, y in step:
                 self.fault(self, me, "forward", run)
                 (run.model(x).squeeze(1) - y).square().mean().backward()
             self.fault(self, me, "vote", run)
             step.commit()
+
+    def pace(self, run: ElasticRun, step: int) -> None:
+        """Before a step."""
+        if "joiner" in self.runs and step == STEPS - 3 and not self.joined.is_set():
+            wait_until(lambda: run.performer._lobby or self.joined.is_set(), "the joiner is in the lobby")
 
     def update(self, me: str, run: ElasticRun) -> None:
         self.fault(self, me, "update", run)
@@ -124,10 +128,10 @@ def make_model(seed: int = 0, *, fused: bool = False) -> tuple[nn.Module, torch.
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
 
 
-def alone(seed: int, *, fused: bool = False) -> dict[str, Tensor]:
+def alone(seed: int, *, fused: bool = False, steps: int = STEPS) -> dict[str, Tensor]:
     """The same training by one process, without gradwire."""
     model, optimizer = make_model(seed, fused=fused)
-    for step in range(STEPS):
+    for step in range(steps):
         for slot in range(SLOTS):
             x, y = deal().batch(step, slot)
             (model(x).squeeze(1) - y).square().mean().backward()

@@ -40,6 +40,8 @@ from gradwire.groups.store.rendezvous import watching
 Build = Callable[[machine.View, str, RunRecords], Group]
 """Makes the group of a view, for the member of this id: all members call it at the same time."""
 _CHANGE = "the members of the run change"
+_NEUTRAL = 2**63 - 1
+"""The vote of a member that has not the state yet, on what all must have alike."""
 _PAUSE = 0.05
 _LOOK = 0.5
 """Seconds for which one look at the hub waits for news."""
@@ -74,6 +76,13 @@ class Trainer(Protocol):
 
     def hand_over(self, leaving: bool) -> None:
         """Some members leave: one that stays takes on what they owe. A collective of the old view."""
+
+    @property
+    def lag(self) -> int | None:
+        """How many steps this member is behind while it receives the state; None if it computes. See Note [Stream]."""
+
+    def abort(self) -> None:
+        """The group of the view is aborted: end what else communicates in it. Called by any thread; does not wait."""
 
     def follow(self, view: machine.View) -> None:
         """This view comes next, whether or not its group can be made: called for every view with this member, in order."""
@@ -148,17 +157,27 @@ class Performer:
             elif lobby.begun and lobby.lost is None:
                 deadline = time.monotonic() + self._patience  # it may be needed later
             elif lobby.lost is not None:
-                raise TooFewMembers(
-                    f"joining the run as {me}: its last members, {', '.join(lobby.lost.members)}, have all ended, or are stopped, "
-                    f"and nobody has the state after step {lobby.lost.step} or later. Begin again from a checkpoint: "
-                    "gw.elastic(state=...)."
-                )
+                raise self._nobody_has_the_state(lobby.lost)
             elif time.monotonic() > deadline:
                 raise TooFewMembers(
                     f"joining the run as {me}: no view with it in {self._patience:.3g} s. In the lobby: {here}. Look at the output "
                     "of the members, or raise patience=."
                 )
         self.settle()
+
+    def _nobody_has_the_state(self, last: machine.View) -> TooFewMembers:
+        return TooFewMembers(
+            f"joining the run as {self.member.me}: its last members, {', '.join(last.members)}, have all ended, or are stopped, "
+            f"and nobody has the state after step {last.step} or later. Begin again from a checkpoint: gw.elastic(state=...)."
+        )
+
+    def _check_lost(self) -> None:
+        """Whether there is still something to join, for a member that has not got the state yet."""
+        lobby = self._records.lobby(self.member.me)
+        if lobby.ended:
+            self.come_too_late()
+        elif lobby.lost is not None:
+            raise self._nobody_has_the_state(lobby.lost)
 
     def _first_view(self, here: Sequence[str], step: int) -> machine.View | None:
         here = sorted(here, key=lambda one: (len(one), one))[: self.member.max_ranks]
@@ -229,6 +248,8 @@ class Performer:
                         self._perform(instruction, self._records)
                     published, version = epoch, -1
                 version, hub = self._records.look(epoch, after=version, wait=_LOOK)
+                if not self.member.holds and not self.view.begins:
+                    self._check_lost()
             except GroupError:  # the hub is away
                 time.sleep(_PAUSE)
             todo = self._react(lambda member, hub=hub: member.look(hub))  # type: ignore[misc]
@@ -309,6 +330,7 @@ class Performer:
                     if (vote := self._pending) is not None:
                         vote.clear()
                     group.abort(_CHANGE)
+                    self._trainer.abort()
                     group.abort_device()
             case machine.Publish(epoch, standing):
                 records.publish(epoch, self.member.me, standing)
@@ -335,9 +357,10 @@ class Performer:
 
     @property
     def _wants(self) -> list[int]:
-        """Whether this member wants others to join, and whether it wants to leave."""
-        wants = bool(self._lobby) and len(self.view.members) < (self.member.max_ranks or len(self.view.members) + 1)
-        return [int(wants), int(self.member.leaving or self._leaving)]
+        """Whether this member wants others to join, 2 if nobody may while it is behind; and whether it wants to leave."""
+        joins = bool(self._lobby) and len(self.view.members) < (self.member.max_ranks or len(self.view.members) + 1)
+        lag = self._trainer.lag
+        return [int(joins) if lag is None else 1 + bool(lag), int(self.member.leaving or self._leaving)]
 
     def _diverged(self) -> ReplicasDiverged:
         return ReplicasDiverged(
@@ -362,7 +385,8 @@ class Performer:
             self._cast(self._pending)
             return
         self.change_voted = False
-        numbers = [*(-want for want in self._wants), *self._facts, *(-fact for fact in self._facts)]
+        facts = [*self._facts, *(-fact for fact in self._facts)]
+        numbers = [*(-want for want in self._wants), *(facts if self.member.holds else [_NEUTRAL] * len(facts))]
         votes = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         try:
             group.submit(all_reduce(votes, op=ReduceOp.MIN, label="vote")).wait()
@@ -376,25 +400,38 @@ class Performer:
             self.lost()
             return
         self._leave_voted = bool(leave)
-        self._react(lambda member: member.voted(vote.epoch, change=bool(join or leave)))
+        if not self.member.holds and not self._trainer.lag and facts[:half] == self._facts:
+            self._react(machine.Member.received)
+        self._react(lambda member: member.voted(vote.epoch, change=bool(join == -1 or leave)))
 
     def _enter(self, view: machine.View) -> None:
         self._trainer.follow(view)
         try:
             with watching(self._meeting_ended):
                 group = self._build(view, self.member.me, self._records)
-            self._exchange(view.epoch, group)
-            self._lobby = ()
-            if self.frozen:
-                group.abort(_CHANGE)
-            self._trainer.enter(view, group)
+                self._exchange(view.epoch, group)
+                self._lobby = ()
+                if self.frozen:
+                    group.abort(_CHANGE)
+                self._trainer.enter(view, group)
         except GroupError as error:
             if isinstance(error, CollectiveMismatch):
                 raise
             self.lost()
             return
-        if not self.member.holds:
+        if not self.member.holds and self._trainer.lag is None:
             self._react(machine.Member.received)
+
+    def received(self) -> None:
+        """The others have waited until this member has the state: it computes with them in the next view."""
+        self._react(machine.Member.received)
+        self.lost()
+
+    def come_too_late(self) -> None:
+        """Training has ended before this member had the state."""
+        self.left = "training has ended"
+        with self._lock:
+            self.member = self.member._replace(phase=machine.MemberPhase.OUT)
 
     def _meeting_ended(self) -> GroupError | None:
         return GroupAborted(_CHANGE, reason=_CHANGE) if self.frozen else None

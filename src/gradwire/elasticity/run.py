@@ -101,7 +101,21 @@ class ElasticRun:
         self._performer.join(self.committed)
         if not self.left:
             self.training.open()
+        while not self.done and self.training.lag is not None:
+            self._catch_up()
+        if not self.left and self.training.lag is not None:
+            self._performer.come_too_late()
         return self
+
+    def _catch_up(self) -> None:
+        """A step of a member that receives the state: see Note [Stream] in `stream.py`."""
+        try:
+            if self.training.catch_up(self.performer.check_group):
+                self.performer.received()
+        except GroupError as error:
+            if not self._survive(error):
+                raise
+        self.commit()
 
     @property
     def performer(self) -> Performer:
@@ -115,8 +129,9 @@ class ElasticRun:
 
     @property
     def group(self) -> Group:
-        """The group of the present view. Another one replaces it when members change."""
-        return self.training.group
+        """The group of the present view's members, but for those that receive the state. Another one replaces it when members
+        change."""
+        return self.training.computing
 
     @property
     def left(self) -> bool:
@@ -209,7 +224,11 @@ class ElasticRun:
                     "only after the backward of the one before; call commit() after the last."
                 )
         try:
-            due = number == self.view.step or bool(self.check_every and number % self.check_every == 0)
+            due = (
+                number == self.view.step
+                or self.training.streams
+                or bool(self.check_every and number % self.check_every == 0)
+            )
             by_hosts = due or performer.change_voted or number + 1 == self.steps
             gate = None if by_hosts else self.training.gate
             if not performer.frozen and self._share_buffers(wait=gate is None):

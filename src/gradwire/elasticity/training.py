@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradwire.elasticity import stream
 from gradwire.elasticity.deal import Deal, fixed_hash, share_slots
 from gradwire.elasticity.device_vote import mark, wait_for
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.state import receive, send
+from gradwire.elasticity.stream import Joining, Kept, Stream, donors
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.threads_group import ThreadGroup
@@ -38,6 +40,9 @@ from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import NO_OPERATION, Place
 from gradwire.reducer.checks.attached_optimizers import FoundInfOverride, allocates_momentum, can_skip_step
 from gradwire.reducer.hook.hook_states import StepFork, from_dict
+
+_AT_ONCE = ("hook", "owners")
+"""What a member needs of the state to take part in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,10 @@ class Training:
         )
         self.replica.reducer.order.limits = None  # buckets depend on the model alone, so all members have the same
         self.replica.divergence = DivergenceSchedule(None)
+        self.may_stream = True
+        """Whether members may join while the others train."""
+        self._stream: Stream | None = None
+        self._room = stream.ROOM
         self._retried = False
         """Whether the last step was dropped, to be computed again."""
         self._owners: tuple[str, ...] = ()
@@ -105,7 +114,7 @@ class Training:
         if self._behind is None:  # else when it is known whether the states are those of the last step
             self._fork = self.replica.runner.states.fork()
         self._reduced = self.replica.reducer.steps
-        self._buffers = {name: buffer.clone() for name, buffer in self.replica.state.named_buffers().items()}
+        self._buffers = self._copied_buffers()
 
     @property
     def gate(self) -> torch.device | None:
@@ -153,7 +162,11 @@ class Training:
 
     def commit(self) -> None:
         behind, self._behind = self._behind, None
-        if behind is None:
+        if (joining := self._joining) is not None and joining.lag:
+            joining.keep(
+                ([None if p.grad is None else p.grad.clone() for p in self._parameters], self._copied_buffers())
+            )
+        elif behind is None:
             self._update()
         fork = self._end() if behind is None else behind.fork
         assert fork is not None
@@ -202,6 +215,9 @@ class Training:
         self._retried = True
         self._restore_buffers()
 
+    def _copied_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self.replica.state.named_buffers().items()}
+
     def _restore_buffers(self) -> None:
         with torch.no_grad():
             for name, buffer in self.replica.state.named_buffers().items():
@@ -220,6 +236,7 @@ class Training:
 
     def detach(self) -> None:
         """Leave the model and the optimizer as they were before."""
+        self._close_stream()
         self._step_hook.remove()
         self.replica.detach()
 
@@ -247,21 +264,25 @@ class Training:
             recorder.describe("view", {**facts, "time": time.time()})
         self._retried = False
         if self.data is not None:  # of a fresh member, what it gets from another one replaces it
-            self._owners = share_slots(self.data.slots, view.members, self._owners)
+            idle = view.fresh if self._streams(view) else ()
+            self._owners = share_slots(self.data.slots, [m for m in view.members if m not in idle], self._owners)
 
     def enter(self, view: View, group: Group) -> None:
+        self._close_stream()
         before, self.group = self.group.size, group
         self.replica.move_to_group(group)
         if self.data is None and view.epoch and view.members[group.rank] not in view.fresh:
             self.replica.runner.change_ranks(before, group.size)  # gradients are divided by the number of members
-        holders = [rank for rank, one in enumerate(view.members) if one not in view.fresh]
-        for number, rank in enumerate(view.members.index(one) for one in view.fresh):
-            donor = holders[number % len(holders)]
+        streams = self._streams(view)
+        for donor, rank in donors(view):
             if group.rank == donor:
-                send(group, rank, self._travelling())
+                send(group, rank, {k: v for k, v in self._travelling().items() if k in _AT_ONCE or not streams})
             elif group.rank == rank:
                 self._arrive(receive(group, donor))
         self.committed = view.step
+        if streams:
+            rest = lambda: {k: v for k, v in self._travelling().items() if k not in _AT_ONCE}  # noqa: E731
+            self._stream = Stream(view, group, rest, self._room)
         if self.data is not None:
             me = view.members[group.rank]
             self.slots = [slot for slot, owner in enumerate(self._owners) if owner == me]
@@ -271,6 +292,62 @@ class Training:
             member, place = group.ledger.events.member(recorder), Place(view.step)
             recorder.put(RecordKind.VIEW, member, operation, nbytes=group.size, place=place)
         self.entered(view)
+
+    @property
+    def streams(self) -> bool:
+        """Whether members receive the state in this view while the others train: see Note [Stream] in `stream.py`."""
+        return self._stream is not None
+
+    def _streams(self, view: View) -> bool:
+        large = sum(p.nbytes for p in self._parameters) >= stream.LARGE
+        return bool(view.fresh) and not view.begins and self.data is not None and large and self.may_stream
+
+    @property
+    def computing(self) -> Group:
+        """The group of the members that have the state."""
+        return self.group if self._stream is None else self._stream.group
+
+    @property
+    def _joining(self) -> Joining | None:
+        return None if self._stream is None else self._stream.joining
+
+    @property
+    def lag(self) -> int | None:
+        return None if self._joining is None else self._joining.lag
+
+    def catch_up(self, lost: Callable[[], bool]) -> bool:
+        """In place of forward and backward, on a member that receives the state. True: the others have waited for it, and it has
+        the state; else it takes part in the reductions."""
+        assert self._joining is not None
+        waited = self._joining.advance(self._arrive, self._repeat, lost)
+        self._clear_gradients()
+        self._buffers = self._copied_buffers()
+        if not waited:
+            self.replica.reducer.contribute_zeros()
+        return waited
+
+    def _repeat(self, kept: Kept, behind: int) -> None:
+        """Commit a step that was kept."""
+        (gradients, self._buffers), now = kept, self.committed
+        self._restore_buffers()
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.committed = now - behind
+        try:
+            self._update()
+        finally:
+            self.committed = now
+
+    def abort(self) -> None:
+        if self._stream is not None:
+            self._stream.abort()
+
+    def _close_stream(self) -> None:
+        before, self._stream = self._stream, None
+        if before is not None:
+            before.close()
+            if before.joining is not None:
+                self._room = before.joining.next_room
 
     def state_dict(self) -> dict[str, Any]:
         model = self.model.state_dict()
@@ -296,9 +373,13 @@ class Training:
         self._load_as_saved(state["optimizer"]["state"], model)
         for name, one in self.registered.items():
             one.load_state_dict(state["registered"][name])
-        runner = self.replica.runner
-        runner.states = from_dict(state["hook"], runner.hook, rank=state["hook"]["rank"])  # also what that rank owes
+        if "hook" in state:
+            self._load_hook(state["hook"])
         self.committed = state["committed"]
+
+    def _load_hook(self, saved: Mapping[str, Any]) -> None:
+        runner = self.replica.runner
+        runner.states = from_dict(saved, runner.hook, rank=saved["rank"])  # also what that rank owes
 
     def _load_as_saved(self, saved: Mapping[int, Mapping[str, Any]], model: Mapping[str, Tensor]) -> None:
         """Tensors of the optimizer, of which torch makes no copies, and changes the dtype to that of the parameter."""
@@ -318,8 +399,13 @@ class Training:
         return {**state, "hook": {**saved, "state": hook.shared(saved["state"]), "owed": {}}, **mine}
 
     def _arrive(self, state: Mapping[str, Any]) -> None:
+        self._owners = state.get("owners", self._owners)
+        if "model" not in state:
+            return self._load_hook(state["hook"])
+        committed = self.committed
         self.load_state_dict(state)
+        self.committed = committed
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(state["buffers"][name])
-        self._owners = state["owners"]
+        return None
