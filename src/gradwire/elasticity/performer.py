@@ -81,6 +81,9 @@ class Trainer(Protocol):
     def lag(self) -> int | None:
         """How many steps this member is behind while it receives the state; None if it computes. See Note [Stream]."""
 
+    def begin_again(self) -> None:
+        """This member has caught up, and differs from the others: they are to wait until it has received their state."""
+
     def abort(self) -> None:
         """The group of the view is aborted: end what else communicates in it. Called by any thread; does not wait."""
 
@@ -359,8 +362,8 @@ class Performer:
     def _wants(self) -> list[int]:
         """Whether this member wants others to join, 2 if nobody may while it is behind; and whether it wants to leave."""
         joins = bool(self._lobby) and len(self.view.members) < (self.member.max_ranks or len(self.view.members) + 1)
-        lag = self._trainer.lag
-        return [int(joins) if lag is None else 1 + bool(lag), int(self.member.leaving or self._leaving)]
+        mine = int(joins) if self._trainer.lag is None else 2 - self.member.holds
+        return [mine, int(self.member.leaving or self._leaving)]
 
     def _diverged(self) -> ReplicasDiverged:
         return ReplicasDiverged(
@@ -400,9 +403,14 @@ class Performer:
             self.lost()
             return
         self._leave_voted = bool(leave)
-        if not self.member.holds and not self._trainer.lag and facts[:half] == self._facts:
-            self._react(machine.Member.received)
+        wrong = False
+        if not self.member.holds and self._trainer.lag == 0:
+            wrong = facts[:half] != self._facts
+            self._react(lambda member: (member, ()) if wrong else member.received())
         self._react(lambda member: member.voted(vote.epoch, change=bool(join == -1 or leave)))
+        if wrong:
+            self._trainer.begin_again()
+            self.lost()
 
     def _enter(self, view: machine.View) -> None:
         self._trainer.follow(view)
@@ -431,7 +439,7 @@ class Performer:
         """Training has ended before this member had the state."""
         self.left = "training has ended"
         with self._lock:
-            self.member = self.member._replace(phase=machine.MemberPhase.OUT)
+            self.member = self.member._replace(phase=machine.MemberPhase.OUT, holds=False)
 
     def _meeting_ended(self) -> GroupError | None:
         return GroupAborted(_CHANGE, reason=_CHANGE) if self.frozen else None

@@ -4,8 +4,8 @@ Note [Stream]
 A member without the state is in the view from its first step on. It contributes zeros to every reduction and votes, so that it has
 the averages of every step, and keeps them. Meanwhile a member with the state sends a copy of what it had when the view began, over
 a group of these two and at half the speed of the link. When the copy has arrived, the other commits the steps that it has kept, two
-in each step of the others, by the same `update` of the same averages. When none is left, its vote asks for a change of members. If
-its digest in this vote is that of the others, it computes in the next view as they do; their own group, `run.group`, has all again.
+in each step of the others, by the same `update` of the same averages. When none is left and its digest is that of the others' vote,
+its next vote asks for a change of members, after which it computes as they do, and `run.group` has all members again.
 
 While somebody joins, all votes are of the hosts and contain the digest, and nobody else joins. If members change for another
 reason, it begins again, and keeps fewer averages. The others wait for one that has no room for more. If it fails to commit what it
@@ -98,21 +98,24 @@ class Joining:
         """How many averages it may keep."""
         self._end = end
         self._kept: deque[Kept] = deque()
-        self._loaded = self._repeated = self._failed = False
+        self._loaded = self._repeated = False
+        self.next_room = room // 4
+        """How many it keeps if it has to begin again."""
 
     @property
     def lag(self) -> int:
         """How many steps it is behind. At least 1 until it has shown that it can commit what it has kept."""
         return len(self._kept) + (not self._repeated)
 
-    @property
-    def next_room(self) -> int:
-        """How many it keeps if it has to begin again."""
-        return 0 if self._failed or not self.lag else self.room // 4
-
     def keep(self, kept: Kept) -> None:
         """A step was committed."""
         self._kept.append(kept)
+
+    def fail(self, why: str) -> None:
+        """It is not exact here to catch up."""
+        self.next_room = 0
+        text = f"update= cannot repeat here what the others have committed ({why})"
+        warnings.warn(f"joining the run: {text}. They wait until this member has received their state.", stacklevel=2)
 
     def advance(
         self, load: Callable[[Any], object], commit: Callable[[Kept, int], object], lost: Callable[[], bool]
@@ -128,12 +131,8 @@ class Joining:
             try:
                 commit(self._kept[0], len(self._kept))
             except Exception as error:
-                self._failed = True
-                why = (
-                    f"this member cannot commit again what the others have committed ({type(error).__name__}: {error})"
-                )
-                warnings.warn(f"Joining the run: {why}. The others wait now until it has their state.", stacklevel=2)
-                raise GroupAborted(why, reason=why) from error
+                self.fail(f"{type(error).__name__}: {error}")
+                raise GroupAborted(_OVER, reason=_OVER) from error
             self._kept.popleft()
             self._repeated = True
         return not self.room

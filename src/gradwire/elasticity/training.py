@@ -338,6 +338,10 @@ class Training:
         finally:
             self.committed = now
 
+    def begin_again(self) -> None:
+        if self._joining is not None:
+            self._joining.fail("its state differs from theirs then: is something missing in register=?")
+
     def abort(self) -> None:
         if self._stream is not None:
             self._stream.abort()

@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire import hooks
 from gradwire.elasticity import stream
-from gradwire.elasticity.performer import TooFewMembers
 from gradwire.elasticity.run import ElasticRun
-from gradwire.elasticity.run_records import RunRecords
-from helpers.elastic_threads import Killed, Threads, alone, check
+from helpers.elastic_threads import Threads, alone, check
 from helpers.waiting import wait_until
 
 BEGINS, FOLLOWS = 3, 4
