@@ -34,6 +34,7 @@ from helpers.protocol_search import Limits, Search, Violation
         {"ranks": 2, "joiners": 1, "steps": 1, "crashes": 0, "leaves": 2},
         {"ranks": 2, "joiners": 1, "steps": 2, "crashes": 0, "leaves": 1, "min_ranks": 2},
         {"ranks": 1, "joiners": 1, "steps": 2, "crashes": 1, "leaves": 1},
+        {"ranks": 1, "joiners": 2, "steps": 2, "crashes": 1},
         {"ranks": 2, "steps": 1, "crashes": 0, "cuts": 1},
     ],
     ids=str,
