@@ -7,8 +7,8 @@ the state of when its view began at any time, or never; it has what it has commi
 group may fail and any process may be taken for gone, until it heals; and what a restart of the hub adds is a request that was
 carried out without the sender's knowledge, which is repeated. A member that dies before it has sent its gradients is to the others
 like one whose averages come late, so here they are sent at once; and one that is frozen and has not published yet is like one that
-is slow, so here it publishes at once. Records are set once, so one that looks at an old state of the hub is slow too. In the story of
-a violation, names may be exchanged between two events: see `alike`.
+is slow, so here it publishes at once. Records are set once, so one that looks at an old state of the hub is slow too. In the story
+of a violation, names may be exchanged between two events: see `alike`.
 """
 
 from __future__ import annotations

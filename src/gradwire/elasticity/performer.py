@@ -174,14 +174,6 @@ class Performer:
             f"and nobody has the state after step {last.step} or later. Begin again from a checkpoint: gw.elastic(state=...)."
         )
 
-    def _check_lost(self) -> None:
-        """Whether there is still something to join, for a member that has not got the state yet."""
-        lobby = self._records.lobby(self.member.me)
-        if lobby.ended:
-            self.come_too_late()
-        elif lobby.lost is not None:
-            raise self._nobody_has_the_state(lobby.lost)
-
     def _first_view(self, here: Sequence[str], step: int) -> machine.View | None:
         here = sorted(here, key=lambda one: (len(one), one))[: self.member.max_ranks]
         if len(here) < self.member.min_ranks or here[0] != self.member.me:
@@ -244,23 +236,27 @@ class Performer:
             self._react(lambda member: member.resolved(passed=False, prepared=vote.prepared))
         published, version, deadline = -2, -1, time.monotonic() + self._patience
         while self.member.phase is machine.MemberPhase.FROZEN:
-            epoch, hub = self.member.epoch, machine.HubState({})
+            epoch, hub, lobby = self.member.epoch, machine.HubState({}), None
             try:
                 if published != epoch:
                     for instruction in self.member.freeze()[1]:
                         self._perform(instruction, self._records)
                     published, version = epoch, -1
                 version, hub = self._records.look(epoch, after=version, wait=_LOOK)
-                if not self.member.holds and not self.view.begins:
-                    self._check_lost()
+                lobby = None if self.member.holds else self._records.lobby(self.member.me)
             except GroupError:  # the hub is away
                 time.sleep(_PAUSE)
+            if lobby is not None and lobby.ended:
+                return self.come_too_late()
+            if lobby is not None and lobby.lost is not None:
+                raise self._nobody_has_the_state(lobby.lost)
             todo = self._react(lambda member, hub=hub: member.look(hub))  # type: ignore[misc]
             waits_for_joiners = not todo and not self._silent(hub)
             late = time.monotonic() > deadline or (self._leaving and waits_for_joiners)
             if late and self.member.phase is machine.MemberPhase.FROZEN:
                 self._react(lambda member, hub=hub: member.give_up(hub))  # type: ignore[misc]
                 raise self._too_few(hub)
+        return None
 
     def _too_few(self, hub: machine.HubState) -> TooFewMembers:
         silent = self._silent(hub)
