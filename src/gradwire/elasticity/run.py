@@ -100,7 +100,21 @@ class ElasticRun:
         if not self.left:
             self._end_round()
             self.training.open()
+        while not self.done and self.training.lag is not None:
+            self._catch_up()
+        if not self.left and self.training.lag is not None:
+            self._performer.come_too_late()
         return self
+
+    def _catch_up(self) -> None:
+        """A step of a member that receives the state: see Note [Stream] in `stream.py`."""
+        try:
+            if self.training.catch_up(self.performer.check_group):
+                self.performer.received()
+        except GroupError as error:
+            if not self._survive(error):
+                raise
+        self.commit()
 
     @property
     def performer(self) -> Performer:
@@ -114,8 +128,9 @@ class ElasticRun:
 
     @property
     def group(self) -> Group:
-        """The group of the present view. Another one replaces it when members change."""
-        return self.training.group
+        """The group of the present view's members, but for those that receive the state. Another one replaces it when members
+        change."""
+        return self.training.computing
 
     @property
     def left(self) -> bool:
@@ -233,7 +248,8 @@ class ElasticRun:
 
     def _vote(self, number: int) -> None:
         performer = self.performer
-        due = number == self.view.step or bool(self.check_every and number % self.check_every == 0)
+        checked = bool(self.check_every and number % self.check_every == 0)
+        due = number == self.view.step or self.training.streams or checked
         by_hosts = due or performer.change_voted or number + 1 == self.steps
         gate = None if by_hosts else self.training.gate
         if not performer.frozen and self._share_buffers(wait=gate is None):

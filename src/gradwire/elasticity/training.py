@@ -22,11 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradwire.elasticity import stream
 from gradwire.elasticity.deal import Deal, fixed_hash, share_slots
 from gradwire.elasticity.device_vote import mark, wait_for
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.saved_states import SavedState
 from gradwire.elasticity.state import receive, send
+from gradwire.elasticity.stream import Joining, Kept, Stream, donors
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.threads_group import ThreadGroup
@@ -39,6 +41,9 @@ from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import NO_OPERATION, Place
 from gradwire.reducer.checks.attached_optimizers import FoundInfOverride, allocates_momentum, can_skip_step
 from gradwire.reducer.hook.hook_states import StepFork
+
+_AT_ONCE = ("hook", "owners")
+"""What a member needs of the state to take part in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,10 @@ class Training:
         """Until the first commit, what members saved in the run that this one continues, if the hook remembers."""
         self._saved_owners: list[int] = []
         """The ranks in that run that had the slots."""
+        self.may_stream = True
+        """Whether members may join while the others train."""
+        self._stream: Stream | None = None
+        self._room = stream.ROOM
         self._retried = False
         """Whether the last step was dropped, to be computed again."""
         self._owners: tuple[str, ...] = ()
@@ -118,7 +127,7 @@ class Training:
         if self._behind is None:  # else when it is known whether the states are those of the last step
             self._fork = self.replica.runner.states.fork()
         self._reduced = self.replica.reducer.steps
-        self._buffers = {name: buffer.clone() for name, buffer in self.replica.state.named_buffers().items()}
+        self._buffers = self._copied_buffers()
 
     @property
     def gate(self) -> torch.device | None:
@@ -191,7 +200,11 @@ class Training:
 
     def commit(self) -> None:
         behind, self._behind = self._behind, None
-        if behind is None:
+        if (joining := self._joining) is not None and joining.lag:
+            joining.keep(
+                ([None if p.grad is None else p.grad.clone() for p in self._parameters], self._copied_buffers())
+            )
+        elif behind is None:
             self._update()
             self._use(self._later)
         self.begun_from = []
@@ -259,6 +272,9 @@ class Training:
         self._retried = False
         self.open()
 
+    def _copied_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self.replica.state.named_buffers().items()}
+
     def _restore_buffers(self) -> None:
         with torch.no_grad():
             for name, buffer in self.replica.state.named_buffers().items():
@@ -277,6 +293,7 @@ class Training:
 
     def detach(self) -> None:
         """Leave the model and the optimizer as they were before."""
+        self._close_stream()
         self._step_hook.remove()
         self.replica.detach()
 
@@ -306,14 +323,19 @@ class Training:
         if self.data is not None:  # of a fresh member, what it gets from another one replaces it
             saved = self._saved_owners if len(self._saved_owners) == self.data.slots else []
             before = self._owners or [dict(enumerate(view.members)).get(rank, "") for rank in saved]
-            self._owners = share_slots(self.data.slots, view.members, before)
+            idle = view.fresh if self._streams(view) else ()
+            self._owners = share_slots(self.data.slots, [m for m in view.members if m not in idle], before)
 
     def enter(self, view: View, group: Group) -> None:
+        self._close_stream()
         self._use_group(view, group)
         self._bring_state(view)
         self.begun_from = self.begun_from if view.begins else []
         self._take_share()
         self.committed = view.step
+        if self._streams(view):
+            rest = lambda: {k: v for k, v in self._travelling().items() if k not in _AT_ONCE}  # noqa: E731
+            self._stream = Stream(view, group, rest, self._room)
         self._take_slots(view)
         if (recorder := writer.active) is not None:
             operation = NO_OPERATION[:2] + (view.epoch,) + NO_OPERATION[3:]
@@ -338,15 +360,13 @@ class Training:
 
     def _bring_state(self, view: View) -> None:
         """To the fresh members of the view."""
-        holders = [rank for rank, one in enumerate(view.members) if one not in view.fresh]
-        self._send_state([view.members.index(one) for one in view.fresh], holders)
+        self._send_state(donors(view), only=_AT_ONCE if self._streams(view) else None)
 
-    def _send_state(self, receivers: Sequence[int], holders: Sequence[int]) -> None:
-        """From these members to those: each of both calls it."""
-        for number, rank in enumerate(receivers):
-            donor = holders[number % len(holders)]
+    def _send_state(self, pairs: Sequence[tuple[int, int]], *, only: Sequence[str] | None = None) -> None:
+        """From one member to another one, in each pair: each of both calls it."""
+        for donor, rank in pairs:
             if self.group.rank == donor:
-                send(self.group, rank, self._travelling())
+                send(self.group, rank, {k: v for k, v in self._travelling().items() if only is None or k in only})
             elif self.group.rank == rank:
                 self._arrive(receive(self.group, donor))
 
@@ -356,6 +376,66 @@ class Training:
             me = view.members[self.group.rank]
             self.slots = [slot for slot, owner in enumerate(self._owners) if owner == me]
             self.replica.runner.divisor = self.data.slots
+
+    @property
+    def streams(self) -> bool:
+        """Whether members receive the state in this view while the others train: see Note [Stream] in `stream.py`."""
+        return self._stream is not None
+
+    def _streams(self, view: View) -> bool:
+        large = sum(p.nbytes for p in self._parameters) >= stream.LARGE
+        return bool(view.fresh) and not view.begins and self.data is not None and large and self.may_stream
+
+    @property
+    def computing(self) -> Group:
+        """The group of the members that have the state."""
+        return self.group if self._stream is None else self._stream.group
+
+    @property
+    def _joining(self) -> Joining | None:
+        return None if self._stream is None else self._stream.joining
+
+    @property
+    def lag(self) -> int | None:
+        return None if self._joining is None else self._joining.lag
+
+    def catch_up(self, lost: Callable[[], bool]) -> bool:
+        """In place of forward and backward, on a member that receives the state. True: the others have waited for it, and it has
+        the state; else it takes part in the reductions."""
+        assert self._joining is not None
+        waited = self._joining.advance(self._arrive, self._repeat, lost)
+        self._clear_gradients()
+        self._buffers = self._copied_buffers()
+        if not waited:
+            self.replica.reducer.contribute_zeros()
+        return waited
+
+    def _repeat(self, kept: Kept, behind: int) -> None:
+        """Commit a step that was kept."""
+        (gradients, self._buffers), now = kept, self.committed
+        self._restore_buffers()
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.committed = now - behind
+        try:
+            self._update()
+        finally:
+            self.committed = now
+
+    def begin_again(self) -> None:
+        if self._joining is not None:
+            self._joining.fail("its state differs from theirs then: is something missing in register=?")
+
+    def abort(self) -> None:
+        if self._stream is not None:
+            self._stream.abort()
+
+    def _close_stream(self) -> None:
+        before, self._stream = self._stream, None
+        if before is not None:
+            before.close()
+            if before.joining is not None:
+                self._room = before.joining.next_room
 
     def state_dict(self) -> dict[str, Any]:
         model = self.model.state_dict()
@@ -382,8 +462,13 @@ class Training:
         self._load_as_saved(state["optimizer"]["state"], model)
         for name, one in self.registered.items():
             one.load_state_dict(state["registered"][name])
-        self.replica.runner.restore(state["hook"], rank=state["hook"]["rank"])  # also what that rank owes
-        self.committed, self._saved_owners = state["committed"], state["slots"]
+        if "hook" in state:
+            self._load_hook(state["hook"])
+        self.committed = state["committed"]
+        self._saved_owners = state.get("slots", [])
+
+    def _load_hook(self, saved: Mapping[str, Any]) -> None:
+        self.replica.runner.restore(saved, rank=saved["rank"])  # also what that rank owes
 
     def _load_as_saved(self, saved: Mapping[int, Mapping[str, Any]], model: Mapping[str, Tensor]) -> None:
         """Tensors of the optimizer, of which torch makes no copies, and changes the dtype to that of the parameter."""
@@ -403,8 +488,13 @@ class Training:
         return {**state, "hook": {**saved, "state": hook.shared(saved["state"]), "owed": {}}, **mine}
 
     def _arrive(self, state: Mapping[str, Any]) -> None:
+        self._owners = state.get("owners", self._owners)
+        if "model" not in state:
+            return self._load_hook(state["hook"])
+        committed = self.committed
         self.load_state_dict(state)
+        self.committed = committed
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(state["buffers"][name])
-        self._owners = state["owners"]
+        return None

@@ -69,6 +69,7 @@ def elastic(
     with on_failure(run.release):
         run.steps, run.check_every, run.rescue = steps, check_every, rescue
         run.training.update = update or optimizer.step
+        run.training.may_stream &= kind != "nccl"  # which has no group of two for tensors of the host
         run.register(**(register or {}))
         if rescue is not None:
             safetensors()
@@ -89,7 +90,7 @@ def elastic(
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, functools.partial(_leave, run, os.getpid()))
         run.start(me, connect, groups, limits)
-        if run.performer.member.view is None:
+        if not run.performer.member.holds:
             raise SystemExit(0)  # training has ended, and the rest of the script is for those that have trained
     return run
 
