@@ -375,7 +375,7 @@ class ElasticStep:
 
     def commit(self) -> bool:
         """Vote, and step the optimizer when all members have all averages. If members were lost, there is another view when it
-        returns; False: the step is computed again in that one, in the next iteration."""
+        returns; False: the step is computed again in that one, in the next iteration. So it may be after True of the device."""
         self.ended, run = True, self._run
         if run.changed == self._changed:
             self.committed = run.commit()

@@ -248,10 +248,8 @@ class Training:
             parameter.grad = gradient
 
     def _options(self) -> list[dict[str, Any]]:
-        groups = self.optimizer.param_groups
-        return [
-            {k: v.clone() if isinstance(v, Tensor) else v for k, v in one.items() if k != "params"} for one in groups
-        ]
+        groups = [{k: v for k, v in one.items() if k != "params"} for one in self.optimizer.param_groups]
+        return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in one.items()} for one in groups]
 
     def _use(self, options: list[dict[str, Any]]) -> None:
         for group, values in zip(self.optimizer.param_groups, options, strict=False):
