@@ -20,7 +20,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradwire.collectives import ReduceOp
 from gradwire.elasticity import machine
 from gradwire.elasticity.device_vote import DeviceVote
 from gradwire.elasticity.run_records import RunRecords
@@ -362,13 +361,11 @@ class Performer:
             self._cast(self._pending)
             return
         self.change_voted = False
-        numbers = [*(-want for want in self._wants), *self._facts, *(-fact for fact in self._facts)]
-        votes = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        votes = torch.tensor([*self._wants, *self._facts], dtype=torch.int64, device="cpu")
         try:
-            group.all_reduce(votes, op=ReduceOp.MIN, label="vote")
+            group.all_reduce(votes, label="vote")  # a sum costs the least, and hashes that differ do not add up
             join, leave, *facts = votes.tolist()
-            half = len(facts) // 2
-            if any(low != -high for low, high in zip(facts[:half], facts[half:], strict=True)):
+            if any((total - group.size * fact) % 2**64 for total, fact in zip(facts, self._facts, strict=True)):
                 raise self._diverged()
         except GroupError as error:
             if isinstance(error, CollectiveMismatch):
