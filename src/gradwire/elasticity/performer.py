@@ -39,7 +39,7 @@ from gradwire.groups.store.rendezvous import watching
 Build = Callable[[machine.View, str, RunRecords], Group]
 """Makes the group of a view, for the member of this id: all members call it at the same time."""
 _CHANGE = "the members of the run change"
-_PAUSE = 0.05
+_PAUSE = 0.02
 _LOOK = 0.5
 """Seconds for which one look at the hub waits for news."""
 
@@ -279,6 +279,9 @@ class Performer:
     def _watch(self) -> None:
         records, epoch, version = self._connect(), -2, -1
         while not self._closed.is_set():
+            if self.frozen:  # the thread that trains asks the hub
+                self._closed.wait(_PAUSE)
+                continue
             if epoch != self.member.epoch:
                 epoch, version = self.member.epoch, -1
             try:
