@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradwire import hooks
 from gradwire.elasticity.performer import Limits
@@ -154,6 +154,29 @@ def test_members_that_begin_from_different_states_are_found(tmp_path: Path) -> N
     before = Saving(tmp_path / "a").live_all("ab")
     after = Saving(tmp_path / "b", lambda me: before.files(range(2)) if me == "x" else None).live_all("xy")
     assert all(isinstance(after.errors[me], ReplicasDiverged) for me in "xy")
+
+
+def test_other_bits_have_another_digest() -> None:
+    def digest(*values: Tensor) -> int:
+        model = nn.ParameterList(values)
+        run = ElasticRun(model, torch.optim.SGD(model.parameters()))
+        run.release()
+        return run.training.digest
+
+    one = torch.tensor([1.0, 0.0, float("nan"), 2.0])
+    quiet = one.view(torch.int32) + torch.tensor([0, 0, 1, 0], dtype=torch.int32)
+    others = [
+        one * torch.tensor([1, -1, 1, 1]),
+        quiet.view(torch.float32),
+        one.flip(0),
+        one.view(2, 2),
+        one.view(torch.float64),
+        one[:3],
+    ]
+    assert digest(one) == digest(one.clone()) == digest(torch.stack([one, one], 1)[:, 0])
+    assert (
+        len({digest(one), *map(digest, others), digest(one[:2], one[2:]), digest(one[2:], one[:2])}) == len(others) + 3
+    )
 
 
 def test_what_is_rescued_has_what_those_owed_that_are_left(tmp_path: Path) -> None:
