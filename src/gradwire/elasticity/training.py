@@ -27,7 +27,7 @@ from gradwire.elasticity.deal import Deal, fixed_hash, share_slots
 from gradwire.elasticity.device_vote import mark, wait_for
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.saved_states import SavedState
-from gradwire.elasticity.state import receive, send
+from gradwire.elasticity.state import checksum, receive, send
 from gradwire.elasticity.stream import Joining, Kept, Stream, donors
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
@@ -179,8 +179,9 @@ class Training:
 
     @property
     def digest(self) -> int:
-        """Of the bits of all parameters."""
-        return fixed_hash(*(int(digest(p)) for p in self.replica.parameters))
+        """Of the bits of all parameters. On the CPU a checksum takes a quarter of the time or less."""
+        of = lambda p: checksum(p) if p.device.type == "cpu" else int(digest(p))  # noqa: E731
+        return fixed_hash(*((p.dtype, *p.shape, of(p)) for p in self.replica.parameters))
 
     @property
     def remembers(self) -> bool:
