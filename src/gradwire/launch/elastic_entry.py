@@ -45,6 +45,8 @@ def elastic(
     state: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     min_ranks: int | None = None,
     patience: float = 600.0,
+    quorum: int | None = None,
+    grace: float = 0.0,
     rescue: str | os.PathLike[str] | None = None,
     kind: str = AUTO,
     timeout: float = DEFAULT_TIMEOUT,
@@ -56,6 +58,7 @@ def elastic(
     process that comes when training has ended exits here.
 
     With `hooks.diloco` or `sparse_loco` a round of steps is committed, not a step: within it a commit steps this member alone.
+    When `quorum` members have been at the end of a round for `grace` seconds, the others end it with the step that they are in.
     `data` deals each step's samples to the members; a run ends after `steps`. A commit calls `update`, by default
     `optimizer.step`: clip gradients, step a GradScaler or a scheduler there. `register` names whatever else has a `state_dict` that
     members that join need. `state`, or a file of `run.save`, is where a run begins that nobody else has begun. Below `min_ranks`
@@ -69,6 +72,11 @@ def elastic(
         run.steps, run.check_every, run.rescue = steps, check_every, rescue
         run.training.update = update or optimizer.step
         run.register(**(register or {}))
+        if quorum is not None and (quorum < 1 or run.training.retries):
+            raise UsageError(
+                f"gw.elastic(quorum={quorum}, hook={run.training.replica.hook!r}): it is at least one member at the end of a "
+                "round, and only hooks such as diloco() have rounds. Leave it out."
+            )
         if rescue is not None:
             safetensors()
         if state is not None:
@@ -83,6 +91,8 @@ def elastic(
             max_ranks=min(int(most), slots or int(most)) if most else slots,
             starters=starters,
             patience=patience,
+            quorum=quorum or 0,
+            grace=grace,
         )
         _warm(groups, connect, starters, {p.dtype for p in model.parameters()})
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
