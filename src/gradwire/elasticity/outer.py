@@ -23,6 +23,7 @@ from torch import nn
 from gradwire.elasticity.deal import Deal
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.performer import Performer
+from gradwire.elasticity.stream import pairs
 from gradwire.elasticity.training import Training
 from gradwire.errors import GroupError, HookError
 from gradwire.groups.base import Group
@@ -71,9 +72,10 @@ class OuterTraining(Training):
         """Ranks that sit the round out."""
         self._own: dict[str, Any] | None = None
         """Of one that sits the round out: the state of its hook."""
-        self._waiting: tuple[list[int], list[int]] = [], []
-        """Those of them that have yet to receive the state, and those that have moved."""
+        self._waiting: list[tuple[int, int]] = []
+        """Who has moved, and gives the state to which of them, at the end of the round."""
         super().__init__(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
+        self.may_stream = False
         self.replica.state.warn_when_saved(None)
         self.replica.runner.attach_optimizer([], lambda: None)
 
@@ -129,8 +131,8 @@ class OuterTraining(Training):
 
     def outer_step(self) -> None:
         """Average the progress of all that have moved, and step the outer optimizer: then this member is prepared."""
-        waiting, self._waiting = self._waiting, ([], [])
-        self._send_state(*waiting)
+        waiting, self._waiting = self._waiting, []
+        self._send_state(waiting)
         runner, ranks = self.replica.runner, range(self.group.size)
         moved = [rank for rank in ranks if rank not in self._absent] or [0]  # who adds zeros: all that had are gone
         if self._counted != len(moved):
@@ -149,6 +151,7 @@ class OuterTraining(Training):
         self.replica.reducer.events.step(RecordKind.STEP_COMMITTED, self.committed)
         self.committed += 1
         self.moved = self.ending = self.prepared = False
+        self.begun_from = []
         self._begun, self._absent = self.outer.step, frozenset()
         self._deal(self._view)
 
@@ -176,17 +179,17 @@ class OuterTraining(Training):
         ranks = range(group.size)
         here = [rank for rank in ranks if rows[rank, 1]]
         if not here:
-            self._absent, self._waiting = frozenset(), ([], [])
+            self._absent, self._waiting = frozenset(), []
             super()._bring_state(view)
             self._deal(view)
             return
         dealt = int(rows[here[0], 0])
         late = [rank for rank in ranks if rank not in here and rows[rank, 0] != dealt]
         self._absent = frozenset([*late, *(rank for rank in here if not rows[rank, 2])])
-        self._waiting = (late, here) if group.rank not in late else ([], [])
+        self._waiting = pairs(here, late) if group.rank not in late else []
         if group.rank in late:
             self._own = None if group.rank in fresh else self.replica.runner.state_dict()
-            self._send_state(late, here)
+            self._send_state(pairs(here, late))
             self.ending, self._dealt, self.slots = True, dealt, []
 
     def _deal(self, view: View) -> None:
@@ -212,6 +215,7 @@ class OuterTraining(Training):
             state = {**state, "hook": {**own, "step": state["hook"]["step"]}}
         super()._arrive(state)
         self._counted = counted if own is not None else self._counted
+        self._take_share()
         self.outer.to_anchor()
         self.moved = False
 

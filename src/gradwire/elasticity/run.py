@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.collectives import barrier
-from gradwire.elasticity.deal import Deal, fixed_hash
+from gradwire.elasticity.deal import Deal, fixed_hash, seed_generators
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.outer import OuterTraining, end_round
 from gradwire.elasticity.performer import Build, Limits, Performer
 from gradwire.elasticity.run_records import RunRecords
-from gradwire.elasticity.state import pack, save, unpack
+from gradwire.elasticity.saved_states import Source, find_states
+from gradwire.elasticity.state import pack, save
 from gradwire.elasticity.training import Training
 from gradwire.errors import CollectiveMismatch, GroupError, TooFewMembers, UsageError, UsageTypeError
 from gradwire.events import Handle
@@ -83,6 +83,8 @@ class ElasticRun:
         self.training.replica.reducer.iterations.survive = self._survive
         self.training.replica.reducer.iterations.before_backward = self._resolve
         self._performer: Performer | None = None
+        self.changed = 0
+        """How often members have changed outside of `commit`: a step that had begun then is over."""
         self.finished = self._leaving = False
         """Whether training has ended here, for whatever reason but that this process leaves."""
         self._listeners: list[Callable[[View], object]] = []
@@ -98,7 +100,21 @@ class ElasticRun:
         if not self.left:
             self._end_round()
             self.training.open()
+        while not self.done and self.training.lag is not None:
+            self._catch_up()
+        if not self.left and self.training.lag is not None:
+            self._performer.come_too_late()
         return self
+
+    def _catch_up(self) -> None:
+        """A step of a member that receives the state: see Note [Stream] in `stream.py`."""
+        try:
+            if self.training.catch_up(self.performer.check_group):
+                self.performer.received()
+        except GroupError as error:
+            if not self._survive(error):
+                raise
+        self.commit()
 
     @property
     def performer(self) -> Performer:
@@ -112,8 +128,9 @@ class ElasticRun:
 
     @property
     def group(self) -> Group:
-        """The group of the present view. Another one replaces it when members change."""
-        return self.training.group
+        """The group of the present view's members, but for those that receive the state. Another one replaces it when members
+        change."""
+        return self.training.computing
 
     @property
     def left(self) -> bool:
@@ -139,8 +156,10 @@ class ElasticRun:
 
     def close(self) -> None:
         """End training, on all members: each calls it after the same step. A no-op if it is closed."""
-        self._finish()
-        self.release()
+        try:
+            self._finish()
+        finally:
+            self.release()
 
     def release(self) -> None:
         self.finished = self.finished or not self.left
@@ -177,14 +196,24 @@ class ElasticRun:
 
     def _finish(self) -> None:
         """Training has ended: nobody goes before all have the last step, and nobody is replaced or joins any more."""
-        if self._performer is not None and not self.finished and not self.left:
-            self._know()
-            self._end_round(now=True)
-        if self._performer is not None and not self.finished and not self.left:
-            self.finished = True
-            with contextlib.suppress(GroupError):
-                self.group.submit(barrier(label="the end of training").within(_END)).wait()
-            self._performer.end()
+        if self.finished or self._performer is None:
+            return
+        opened = self.training.opened
+        self._know()
+        if self.left:
+            return
+        if self.training.opened < opened:
+            raise UsageError(
+                f"end of training after step {opened - 1}: the device has not committed it, because members were lost. Pass steps= "
+                "to gw.elastic, or ask run.committed before you end the loop."
+            )
+        self._end_round(now=True)
+        if self.left:
+            return
+        self.finished = True
+        with contextlib.suppress(GroupError):
+            self.group.submit(barrier(label="the end of training").within(_END)).wait()
+        self._performer.end()
 
     def commit(self) -> bool:
         """Vote on the step, and step the optimizer; False if it is to be computed again. See `ElasticStep.commit`."""
@@ -207,23 +236,20 @@ class ElasticRun:
                     f"commit() of step {number}: gradients were averaged {self.training.averaged} times in it. Take the next batch "
                     "only after the backward of the one before; call commit() after the last."
                 )
-        try:
+        with self._rescuing():
             if isinstance(self.training, OuterTraining):
                 self.training.step(limit=self.steps, late=performer.late)
                 self._end_round()
             else:
                 self._vote(number)
-        except TooFewMembers as error:
-            if self.rescue is not None and performer.member.holds:
-                _rescue(self, error, self.rescue)
-            raise
         if not self.done and not performer.pending:
             self.training.open()
         return self.training.opened > number
 
     def _vote(self, number: int) -> None:
         performer = self.performer
-        due = number == self.view.step or bool(self.check_every and number % self.check_every == 0)
+        checked = bool(self.check_every and number % self.check_every == 0)
+        due = number == self.view.step or self.training.streams or checked
         by_hosts = due or performer.change_voted or number + 1 == self.steps
         gate = None if by_hosts else self.training.gate
         if not performer.frozen and self._share_buffers(wait=gate is None):
@@ -238,6 +264,15 @@ class ElasticRun:
         """For a loop of your own: call it after `backward()`, in place of `optimizer.step()`. False: nothing was changed, because
         members were lost; compute the same batch again."""
         return self.commit()
+
+    @contextlib.contextmanager
+    def _rescuing(self) -> Iterator[None]:
+        try:
+            yield
+        except TooFewMembers as error:
+            if self.rescue is not None and self.performer.member.holds:
+                _rescue(self, error, self.rescue)
+            raise
 
     def _survive(self, error: GroupError) -> bool:
         if isinstance(error, CollectiveMismatch):
@@ -254,8 +289,12 @@ class ElasticRun:
         if self._performer is not None and self._performer.pending:
             self._performer.resolve()
             if self._performer.pending:  # it was not
-                self._performer.settle()
-                self.training.open()
+                with self._rescuing():
+                    self._performer.settle()
+                self.changed += 1
+                self.training.replica.sync = False  # of what is computed now, nothing counts: see `ElasticStep.commit`
+                if not self.left:
+                    self.training.open()
 
     def _share_buffers(self, *, wait: bool) -> bool:
         """All members have those of the first one at a commit. `wait`: until they and the averages are there."""
@@ -280,18 +319,21 @@ class ElasticRun:
         self.training.registered |= objects
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a run needs to go on from the last committed step: pass it to `gw.elastic(state=...)`. All but the
-        model's is JSON and tensors, which any checkpoint keeps as they are."""
+        """Everything that a run needs to go on from the last committed step, but what other ranks owe: pass it, or a list of those
+        of all, to `gw.elastic(state=...)`. All but the model's is JSON and tensors, which any checkpoint keeps as they are."""
         self._know()
         if self.committed < self.training.opened and self.group.size > 1:
             raise UsageError(
                 f"the state after step {self.training.opened}: in a round of {self.training.replica.hook!r} members differ. "
                 "Save it after the last step of a round, when run.committed > step.number."
             )
-        return self._state_dict()
+        return self._state(self.group.rank, rescued=False)
 
-    def _state_dict(self) -> dict[str, Any]:
-        state, tensors = self.training.state_dict(), list[Tensor]()
+    def _state(self, rank: int, *, rescued: bool) -> dict[str, Any]:
+        training = self.training
+        digest = training.digest if training.opened == training.steps_committed else 0  # in a round members differ
+        saved = {"rank": rank, "size": self.group.size, "rescued": rescued, "digest": digest}
+        state, tensors = {**training.state_dict(), "saved": saved}, list[Tensor]()
         model, rest = state.pop("model"), json.dumps(pack(state, tensors))
         return {"model": model, "run": rest, "tensors": {str(number): one for number, one in enumerate(tensors)}}
 
@@ -299,11 +341,12 @@ class ElasticRun:
         """Write `state_dict()` into a safetensors file, completely or not at all: pass it to `gw.elastic(state=path)`."""
         save(self.state_dict(), Path(path))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin with this state, if nobody else has begun the run."""
+    def load_state_dict(self, state: Source | Iterable[Source]) -> None:
+        """Begin with this state, or file of `save`, or a list of those of all ranks, if nobody else has begun the run."""
         _refuse_after_start(self._performer, "load_state_dict", "state=")
-        tensors = [state["tensors"][str(number)] for number in range(len(state["tensors"]))]
-        self.training.load_state_dict({"model": state["model"], **unpack(json.loads(state["run"]), tensors)})
+        states = find_states(state, remembers=self.training.remembers)
+        self.training.load_state_dict(states[0].read())
+        self.training.begun_from = states if self.training.remembers else []
 
 
 class ElasticStep:
@@ -314,7 +357,7 @@ class ElasticStep:
         self.ended = False
         """Whether `commit` was called."""
         self.committed = False
-        self._run = run
+        self._run, self._changed = run, run.changed
         self._pause()
 
     def __iter__(self) -> Iterator[Any]:
@@ -324,19 +367,20 @@ class ElasticStep:
                 f"the batches of step {self.number}: the run has no data. Pass data=gw.Deal(...) to gw.elastic."
             )
         for slot in slots:
-            if run.training.retries and run.performer.frozen:
+            if run.changed > self._changed or (run.training.retries and run.performer.frozen):
                 return  # it is computed again, or by others
             run.training.replica.sync = slot == slots[-1]
-            seed = fixed_hash(run.data.seed, self.number, slot)
-            torch.manual_seed(seed)
-            random.seed(seed)
+            seed_generators(fixed_hash(run.data.seed, self.number, slot))
             yield run.data.batch(self.number, slot)
 
     def commit(self) -> bool:
         """Vote, and step the optimizer when all members have all averages. If members were lost, there is another view when it
         returns; False: the step is computed again in that one, in the next iteration."""
-        self.ended = True
-        self.committed = self._run.commit()
+        self.ended, run = True, self._run
+        if run.changed == self._changed:
+            self.committed = run.commit()
+        elif not run.left:
+            run.training.restart()
         self._pause()
         return self.committed
 
@@ -353,11 +397,17 @@ def _refuse_after_start(performer: Performer | None, method: str, instead: str) 
 
 
 def _rescue(run: ElasticRun, error: TooFewMembers, path: str | os.PathLike[str]) -> None:
+    """Save the state, of a hook that remembers into a file for each rank."""
+    rank, path = run.view.members.index(run.performer.member.me), os.fspath(path)
+    file, given = path, repr(path)
+    if run.training.remembers:
+        file, given = f"{path}-{rank}", f"glob.glob({path + '-*'!r})"
     try:
-        save(run._state_dict(), Path(path))
+        run._know()
+        save(run._state(rank, rescued=True), Path(file))
     except Exception as why:
         error.add_note(
-            f"The state after step {run.training.opened} could not be saved in {path}: {type(why).__name__}: {why}"
+            f"The state after step {run.training.opened} could not be saved in {file}: {type(why).__name__}: {why}"
         )
     else:
-        error.add_note(f"The state after step {run.training.opened} is saved: gw.elastic(state={str(path)!r}).")
+        error.add_note(f"The state after step {run.training.opened} is saved: gw.elastic(state={given}).")

@@ -22,10 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradwire.elasticity import stream
 from gradwire.elasticity.deal import Deal, fixed_hash, share_slots
 from gradwire.elasticity.device_vote import mark, wait_for
 from gradwire.elasticity.machine import View
+from gradwire.elasticity.saved_states import SavedState
 from gradwire.elasticity.state import receive, send
+from gradwire.elasticity.stream import Joining, Kept, Stream, donors
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.threads_group import ThreadGroup
@@ -39,6 +42,9 @@ from gradwire.recorder.writer import NO_OPERATION, Place
 from gradwire.reducer.checks.attached_optimizers import FoundInfOverride, allocates_momentum, can_skip_step
 from gradwire.reducer.hook.hook_states import StepFork
 
+_AT_ONCE = ("hook", "owners")
+"""What a member needs of the state to take part in a step."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Averaged:
@@ -48,6 +54,8 @@ class _Averaged:
     gradients: list[Tensor | None]
     buffers: dict[str, Tensor]
     """As they were when it began."""
+    options: list[dict[str, Any]]
+    """Of the optimizer's groups, when it was enqueued."""
 
 
 class Training:
@@ -91,11 +99,22 @@ class Training:
         )
         self.replica.reducer.order.limits = None  # buckets depend on the model alone, so all members have the same
         self.replica.divergence = DivergenceSchedule(None)
+        self.begun_from: list[SavedState] = []
+        """Until the first commit, what members saved in the run that this one continues, if the hook remembers."""
+        self._saved_owners: list[int] = []
+        """The ranks in that run that had the slots."""
+        self.may_stream = True
+        """Whether members may join while the others train."""
+        self._stream: Stream | None = None
+        self._room = stream.ROOM
         self._retried = False
         """Whether the last step was dropped, to be computed again."""
         self._owners: tuple[str, ...] = ()
+        self._members: tuple[str, ...] = ()
         self._fork: StepFork | None = None
         self._behind: _Averaged | None = None
+        self._later: list[dict[str, Any]] = []
+        """Options of the optimizer that were set after the present step was enqueued behind a gate that was closed."""
         self._buffers: dict[str, Tensor] = {}
         self._reduced = 0
         self._updating = False
@@ -108,13 +127,14 @@ class Training:
         if self._behind is None:  # else when it is known whether the states are those of the last step
             self._fork = self.replica.runner.states.fork()
         self._reduced = self.replica.reducer.steps
-        self._buffers = {name: buffer.clone() for name, buffer in self.replica.state.named_buffers().items()}
+        self._buffers = self._copied_buffers()
 
     @property
     def gate(self) -> torch.device | None:
         """The device that may vote: nothing but the optimizer depends on the vote, and it can be told by the device. Else None."""
         device = self.replica.parameters[0].device
-        plain = self.update == self.optimizer.step and not self.registered and self.data is not None
+        hooks = len(self.optimizer._optimizer_step_pre_hooks) > 1 or self.optimizer._optimizer_step_post_hooks
+        plain = self.update == self.optimizer.step and not (hooks or self.registered) and self.data is not None
         ordered = device.type == "cuda" and self.replica.graph is Graph.ALL_USED and self.group.orders_streams(device)
         skips = can_skip_step(self.optimizer) and not allocates_momentum(self.optimizer)
         return device if plain and ordered and skips else None
@@ -129,11 +149,6 @@ class Training:
     def may_leave(self) -> bool:
         """Whether nothing of this member is lost if it leaves with a change of members that nobody has voted for."""
         return True
-
-    @property
-    def remembers(self) -> bool:
-        """Whether the hook owes what it did not send."""
-        return Trait.REMEMBERS in self.replica.hook.traits
 
     @property
     def steps_committed(self) -> int:
@@ -159,11 +174,21 @@ class Training:
     def facts(self, view: View, *, digests: bool) -> list[int]:
         """What must be equal on all members when they vote."""
         hook, data = repr(self.replica.hook), () if self.data is None else self.data.facts
-        bits = [int(digest(p)) for p in self.replica.parameters] if digests else []
+        begun = [(one.rank, one.facts) for one in self.begun_from]
         return [
-            fixed_hash(self.opened, view.epoch, hook, self._owners, data, *self.settings),
-            fixed_hash(*bits),
+            fixed_hash(self.opened, view.epoch, hook, begun, self._owners, data, self.gate is None, *self.settings),
+            self.digest if digests else 0,
         ]
+
+    @property
+    def digest(self) -> int:
+        """Of the bits of all parameters."""
+        return fixed_hash(*(int(digest(p)) for p in self.replica.parameters))
+
+    @property
+    def remembers(self) -> bool:
+        """Whether members may owe something to the average."""
+        return Trait.REMEMBERS in self.replica.runner.hook.traits
 
     def _before_update(self, *_: object) -> None:
         if self._in_step and not self._updating:
@@ -178,8 +203,14 @@ class Training:
 
     def commit(self) -> None:
         behind, self._behind = self._behind, None
-        if behind is None:
+        if (joining := self._joining) is not None and joining.lag:
+            joining.keep(
+                ([None if p.grad is None else p.grad.clone() for p in self._parameters], self._copied_buffers())
+            )
+        elif behind is None:
             self._update()
+            self._use(self._later)
+        self.begun_from = []
         fork = self._end() if behind is None else behind.fork
         assert fork is not None
         fork.commit()
@@ -198,7 +229,7 @@ class Training:
     def commit_behind(self, closed: Tensor) -> None:
         fork, self._fork = self._fork, None
         assert fork is not None
-        self._behind = _Averaged(fork, [p.grad for p in self._parameters], self._buffers)
+        self._behind = _Averaged(fork, [p.grad for p in self._parameters], self._buffers, self._options())
         FoundInfOverride.add(self.optimizer, self, closed)
         try:
             self._update()
@@ -214,9 +245,20 @@ class Training:
         self.replica.runner.driver.drain(self.group.timeout)
         self.replica.reducer.abandon("the vote on the step before has failed")
         self._restore_buffers()
-        self._fork, self._buffers = behind.fork, behind.buffers
+        self._fork, self._buffers, self._later = behind.fork, behind.buffers, self._options()
+        self._use(behind.options)
         for parameter, gradient in zip(self._parameters, behind.gradients, strict=True):
             parameter.grad = gradient
+
+    def _options(self) -> list[dict[str, Any]]:
+        groups = self.optimizer.param_groups
+        return [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in one.items() if k != "params"} for one in groups
+        ]
+
+    def _use(self, options: list[dict[str, Any]]) -> None:
+        for group, values in zip(self.optimizer.param_groups, options, strict=False):
+            group.update(values)
 
     def drop(self) -> None:
         self.replica.runner.driver.drain(self.group.timeout)
@@ -227,6 +269,15 @@ class Training:
         self._retried = True
         self._restore_buffers()
 
+    def restart(self) -> None:
+        """What was computed since the step has begun does not count."""
+        self.drop()
+        self._retried = False
+        self.open()
+
+    def _copied_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self.replica.state.named_buffers().items()}
+
     def _restore_buffers(self) -> None:
         with torch.no_grad():
             for name, buffer in self.replica.state.named_buffers().items():
@@ -234,7 +285,7 @@ class Training:
                     buffer.copy_(self._buffers[name])
 
     def _end(self) -> StepFork | None:
-        fork, self._fork = self._fork, None
+        fork, self._fork, self._later = self._fork, None, []
         self.replica.reducer.abandon("the step has ended")
         self._clear_gradients()
         return fork
@@ -245,6 +296,7 @@ class Training:
 
     def detach(self) -> None:
         """Leave the model and the optimizer as they were before."""
+        self._close_stream()
         self._step_hook.remove()
         self.replica.detach()
 
@@ -270,20 +322,38 @@ class Training:
         if (recorder := writer.active) is not None:
             facts = {"epoch": view.epoch, "members": view.members, "step": view.step, "retried": self._retried}
             recorder.describe("view", {**facts, "time": time.time()})
-        self._retried = False
+        self._retried, self._members = False, view.members
         if self.data is not None:  # of a fresh member, what it gets from another one replaces it
-            self._owners = share_slots(self.data.slots, view.members, self._owners)
+            saved = self._saved_owners if len(self._saved_owners) == self.data.slots else []
+            before = self._owners or [dict(enumerate(view.members)).get(rank, "") for rank in saved]
+            idle = view.fresh if self._streams(view) else ()
+            self._owners = share_slots(self.data.slots, [m for m in view.members if m not in idle], before)
 
     def enter(self, view: View, group: Group) -> None:
+        self._close_stream()
         self._use_group(view, group)
         self._bring_state(view)
+        self.begun_from = self.begun_from if view.begins else []
+        self._take_share()
         self.committed = view.step
+        if self._streams(view):
+            rest = lambda: {k: v for k, v in self._travelling().items() if k not in _AT_ONCE}  # noqa: E731
+            self._stream = Stream(view, group, rest, self._room)
         self._take_slots(view)
         if (recorder := writer.active) is not None:
             operation = NO_OPERATION[:2] + (view.epoch,) + NO_OPERATION[3:]
             member, place = group.ledger.events.member(recorder), Place(view.step)
             recorder.put(RecordKind.VIEW, member, operation, nbytes=group.size, place=place)
         self.entered(view)
+
+    def _take_share(self) -> None:
+        """Take on what the same rank owed in the run before, and those whose number no rank has now."""
+        runner, (rank, size) = self.replica.runner, (self.group.rank, self.group.size)
+        shares = [one.read()["hook"] for one in self.begun_from[rank::size]]
+        if shares:
+            runner.restore(shares[0], rank=shares[0]["rank"])
+            sizes = (1, 1) if self.data is not None else (self.begun_from[0].facts["size"], size)
+            runner.change_ranks(*sizes, leavers=shares[1:])
 
     def _use_group(self, view: View, group: Group) -> None:
         before, self.group = self.group.size, group
@@ -293,15 +363,13 @@ class Training:
 
     def _bring_state(self, view: View) -> None:
         """To the fresh members of the view."""
-        holders = [rank for rank, one in enumerate(view.members) if one not in view.fresh]
-        self._send_state([view.members.index(one) for one in view.fresh], holders)
+        self._send_state(donors(view), only=_AT_ONCE if self._streams(view) else None)
 
-    def _send_state(self, receivers: Sequence[int], holders: Sequence[int]) -> None:
-        """From these members to those: each of both calls it."""
-        for number, rank in enumerate(receivers):
-            donor = holders[number % len(holders)]
+    def _send_state(self, pairs: Sequence[tuple[int, int]], *, only: Sequence[str] | None = None) -> None:
+        """From one member to another one, in each pair: each of both calls it."""
+        for donor, rank in pairs:
             if self.group.rank == donor:
-                send(self.group, rank, self._travelling())
+                send(self.group, rank, {k: v for k, v in self._travelling().items() if only is None or k in only})
             elif self.group.rank == rank:
                 self._arrive(receive(self.group, donor))
 
@@ -312,6 +380,66 @@ class Training:
             self.slots = [slot for slot, owner in enumerate(self._owners) if owner == me]
             self.replica.runner.divisor = self.data.slots
 
+    @property
+    def streams(self) -> bool:
+        """Whether members receive the state in this view while the others train: see Note [Stream] in `stream.py`."""
+        return self._stream is not None
+
+    def _streams(self, view: View) -> bool:
+        large = sum(p.nbytes for p in self._parameters) >= stream.LARGE
+        return bool(view.fresh) and not view.begins and self.data is not None and large and self.may_stream
+
+    @property
+    def computing(self) -> Group:
+        """The group of the members that have the state."""
+        return self.group if self._stream is None else self._stream.group
+
+    @property
+    def _joining(self) -> Joining | None:
+        return None if self._stream is None else self._stream.joining
+
+    @property
+    def lag(self) -> int | None:
+        return None if self._joining is None else self._joining.lag
+
+    def catch_up(self, lost: Callable[[], bool]) -> bool:
+        """In place of forward and backward, on a member that receives the state. True: the others have waited for it, and it has
+        the state; else it takes part in the reductions."""
+        assert self._joining is not None
+        waited = self._joining.advance(self._arrive, self._repeat, lost)
+        self._clear_gradients()
+        self._buffers = self._copied_buffers()
+        if not waited:
+            self.replica.reducer.contribute_zeros()
+        return waited
+
+    def _repeat(self, kept: Kept, behind: int) -> None:
+        """Commit a step that was kept."""
+        (gradients, self._buffers), now = kept, self.committed
+        self._restore_buffers()
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.committed = now - behind
+        try:
+            self._update()
+        finally:
+            self.committed = now
+
+    def begin_again(self) -> None:
+        if self._joining is not None:
+            self._joining.fail("its state differs from theirs then: is something missing in register=?")
+
+    def abort(self) -> None:
+        if self._stream is not None:
+            self._stream.abort()
+
+    def _close_stream(self) -> None:
+        before, self._stream = self._stream, None
+        if before is not None:
+            before.close()
+            if before.joining is not None:
+                self._room = before.joining.next_room
+
     def state_dict(self) -> dict[str, Any]:
         model = self.model.state_dict()
         return {
@@ -321,6 +449,7 @@ class Training:
             "optimizer": self.optimizer.state_dict(),
             "registered": {name: one.state_dict() for name, one in self.registered.items()},
             "hook": self.replica.runner.state_dict(),
+            "slots": [self._members.index(owner) for owner in self._owners],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -336,8 +465,13 @@ class Training:
         self._load_as_saved(state["optimizer"]["state"], model)
         for name, one in self.registered.items():
             one.load_state_dict(state["registered"][name])
-        self.replica.runner.restore(state["hook"], rank=state["hook"]["rank"])  # also what that rank owes
+        if "hook" in state:
+            self._load_hook(state["hook"])
         self.committed = state["committed"]
+        self._saved_owners = state.get("slots", [])
+
+    def _load_hook(self, saved: Mapping[str, Any]) -> None:
+        self.replica.runner.restore(saved, rank=saved["rank"])  # also what that rank owes
 
     def _load_as_saved(self, saved: Mapping[int, Mapping[str, Any]], model: Mapping[str, Tensor]) -> None:
         """Tensors of the optimizer, of which torch makes no copies, and changes the dtype to that of the parameter."""
@@ -357,8 +491,13 @@ class Training:
         return {**state, "hook": {**saved, "state": hook.shared(saved["state"]), "owed": {}}, **mine}
 
     def _arrive(self, state: Mapping[str, Any]) -> None:
+        self._owners = state.get("owners", self._owners)
+        if "model" not in state:
+            return self._load_hook(state["hook"])
+        committed = self.committed
         self.load_state_dict(state)
+        self.committed = committed
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(state["buffers"][name])
-        self._owners = state["owners"]
+        return None
