@@ -55,7 +55,7 @@ class OuterTraining(Training):
                 "which one that joins could begin. Choose diloco() or sparse_loco(), or a hook that averages gradients.",
                 hook=repr(hook),
             )
-        self._inner = hook.hook
+        self._inner, self._every = hook.hook, hook.every
         self.moved = False
         """Whether this member has made steps in the round."""
         self.ending = False
@@ -94,6 +94,10 @@ class OuterTraining(Training):
         return self._begun
 
     @property
+    def settings(self) -> list[float]:
+        return []  # a member that was late has made fewer steps of its schedule
+
+    @property
     def may_leave(self) -> bool:
         return self.prepared or self.group.size == 1  # else its progress would be lost
 
@@ -111,14 +115,19 @@ class OuterTraining(Training):
         self.replica.reducer.iterations.number = self.opened
         self._reduced = self.replica.reducer.steps
 
-    def step(self, *, last: bool) -> None:
-        """Step the optimizer with this member's own gradients. `last`: the round ends here at the latest."""
+    def step(self, *, limit: int | None, late: bool) -> None:
+        """Step the optimizer with this member's own gradients. The round ends with step `limit` at the latest, and now if it is
+        `late`."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(len(self.slots) or 1)
         self._update()
         self.moved = True
-        self.ending = bool(self.outer.count(self.outer.step + 1)) or last
+        end = next(
+            n for n in range(self._begun + 1, self._begun + self._every + 1) if n == limit or n % self._every == 0
+        )
+        self.outer.count(end if late else self.outer.step + 1)
+        self.ending = self.opened == end
 
     def outer_step(self) -> None:
         """Average the progress of all that have moved, and step the outer optimizer: then this member is prepared."""
@@ -216,6 +225,8 @@ def end_round(
 ) -> None:
     """If this member is at the end of a round, commit it; if members change, follow. `now`: the round ends here."""
     training.ending = training.ending or (now and training.moved)
+    if training.ending and training.moved:
+        performer.arrive()
     if performer.leaving and training.may_leave and not training.ending:
         performer.lost()
     while True:

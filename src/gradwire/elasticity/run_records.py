@@ -40,6 +40,7 @@ class RunRecords:
         self._views: dict[int, View] = {}
         self._standings: dict[int, dict[str, Standing]] = {}
         self._gone: set[str] = set()
+        self._arrived: dict[str, int] = {}
         self._lobby: dict[str, None] = {}
         self._spares: set[str] = set()
         self._left: set[str] = set()
@@ -103,6 +104,16 @@ class RunRecords:
         lobby = tuple(member for member in self._lobby if member not in self._spares)
         return self._version, HubState(standings, self._out_of_reach, lobby, following)
 
+    def arrive(self, me: str, number: int) -> None:
+        """This member is at the end of the round of this number."""
+        before = self._arrived.get(me)
+        if before != number:
+            self.hub.compare_set(f"arrived/{me}", "" if before is None else str(before), str(number))
+
+    def arrived(self, number: int) -> set[str]:
+        """The members that are at the end of the round of this number, as of the last `look`."""
+        return {member for member, last in self._arrived.items() if last == number}
+
     def last_view(self, member: str | None = None) -> View | None:
         """The view of the latest epoch; for a process in the lobby, of those that have this member: it may be out again."""
         self._read(-1, 0.0)
@@ -150,6 +161,8 @@ class RunRecords:
             elif kind == "standing":
                 epoch, _, name = name.partition("/")
                 self._standings.setdefault(int(epoch), {})[name] = Standing(*json.loads(value))
+            elif kind == "arrived":
+                self._arrived[name] = int(value)
             elif kind == "lobby" and name not in self._taken:
                 self._lobby[name] = None
             elif (members := self._sets.get(kind)) is not None:

@@ -165,15 +165,18 @@ class Training:
         """How many times gradients were averaged in the step: once, when this member has the average of every bucket."""
         return self.replica.reducer.steps - self._reduced
 
+    @property
+    def settings(self) -> list[float]:
+        """Numbers of the optimizer, such as its rate, which are equal on all members."""
+        groups = self.optimizer.param_groups
+        return [float(v) for group in groups for _, v in sorted(group.items()) if isinstance(v, int | float)]
+
     def facts(self, view: View, *, digests: bool) -> list[int]:
         """What must be equal on all members when they vote."""
         hook, data = repr(self.replica.hook), () if self.data is None else self.data.facts
         begun = [(one.rank, one.facts) for one in self.begun_from]
-        rates = [
-            v for group in self.optimizer.param_groups for _, v in sorted(group.items()) if isinstance(v, int | float)
-        ]
         return [
-            fixed_hash(self.opened, view.epoch, hook, begun, self._owners, data, self.gate is None, *map(float, rates)),
+            fixed_hash(self.opened, view.epoch, hook, begun, self._owners, data, self.gate is None, *self.settings),
             self.digest if digests else 0,
         ]
 

@@ -46,6 +46,8 @@ def elastic(
     state: Source | Iterable[Source] | None = None,
     min_ranks: int | None = None,
     patience: float = 600.0,
+    quorum: int | None = None,
+    grace: float = 0.0,
     rescue: str | os.PathLike[str] | None = None,
     kind: str = AUTO,
     timeout: float = DEFAULT_TIMEOUT,
@@ -57,6 +59,7 @@ def elastic(
     process that comes when training has ended exits here.
 
     With `hooks.diloco` or `sparse_loco` a round of steps is committed, not a step: within it a commit steps this member alone.
+    When `quorum` members have been at the end of a round for `grace` seconds, the others end it with the step that they are in.
     `data` deals each step's samples to the members; a run ends after `steps`. A commit calls `update`, by default
     `optimizer.step`: clip gradients, step a GradScaler or a scheduler there. `register` names whatever else has a `state_dict` that
     members that join need. `state`, a file of `run.save` or a list of those of all ranks, is where a run begins that nobody else
@@ -71,6 +74,11 @@ def elastic(
         run.training.update = update or optimizer.step
         run.training.may_stream &= kind != "nccl"  # which has no group of two for tensors of the host
         run.register(**(register or {}))
+        if quorum is not None and (quorum < 1 or run.training.retries):
+            raise UsageError(
+                f"gw.elastic(quorum={quorum}, hook={run.training.replica.hook!r}): it is at least one member at the end of a "
+                "round, and only hooks such as diloco() have rounds. Leave it out."
+            )
         if rescue is not None:
             safetensors()
         if state is not None:
@@ -85,6 +93,8 @@ def elastic(
             max_ranks=min(int(most), slots or int(most)) if most else slots,
             starters=starters,
             patience=patience,
+            quorum=quorum or 0,
+            grace=grace,
         )
         _warm(groups, connect, starters, {p.dtype for p in model.parameters()})
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,11 @@ def expected(world: Rounds, seed: int) -> dict[str, Tensor]:
     return anchor
 
 
-def check_rounds(world: Rounds, seed: int = 1, *, dead: set[str] = frozenset(), joiners: bool = False) -> None:  # type: ignore[assignment]
+def check_rounds(
+    world: Rounds, seed: int = 1, *, dead: Collection[str] = (), joiners: bool = False, late: Collection[str] = ()
+) -> None:
     assert not world.errors, world.errors
-    assert world.results.keys() == world.runs.keys() - dead
+    assert world.results.keys() == world.runs.keys() - set(dead)
     states = list(world.results.values())
     for state in states:
         assert all(torch.equal(value, states[0][name]) for name, value in state.items())
@@ -109,10 +111,10 @@ def check_rounds(world: Rounds, seed: int = 1, *, dead: set[str] = frozenset(), 
         for slot in slots
     )
     assert max(taken.values()) == 1
-    for me in set.union(*map(set, world.counted.values())) - dead:
+    for me in set.union(*map(set, world.counted.values())) - set(dead):
         steps = [step for _, made in sorted(world.made[me].items()) for step, _ in made]
         assert len(set(steps)) == len(steps)
-        assert me == "joiner" or steps == list(range(STEPS)) or world.runs[me].left
+        assert me in {"joiner", *late} or steps == list(range(STEPS)) or world.runs[me].left
     if not joiners:  # whose optimizers begin with the state of others
         wanted = expected(world, seed)
         for name, value in states[0].items():
@@ -224,6 +226,23 @@ def test_one_that_joins_begins_with_a_round(tmp_path: Path) -> None:
     assert [step for step, _ in made] == list(range(first * EVERY, first * EVERY + EVERY))
 
 
+@pytest.mark.parametrize("dies_too", [False, True])
+def test_a_member_that_is_late_ends_the_round_with_the_step_that_it_is_in(dies_too: bool, tmp_path: Path) -> None:
+    def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
+        if me == "b" and place == "vote" and run.training.opened == 5:
+            wait_until(lambda: run.performer.late, "the others have waited for b")
+        if me == "d" and place == "outer" and run.training.opened == 8 and dies_too:
+            raise Killed
+
+    world = Rounds(tmp_path, fault=fault, quorum=2)
+    for me in "abcd":
+        world.start(me, 4)
+    world.join()
+    check_rounds(world, dead={"d"} if dies_too else set(), late="abcd")  # without a grace, each may be
+    assert [step for step, _ in world.made["b"][1]] == [4, 5]
+    assert world.counted[1] == set("abc" if dies_too else "abcd")
+
+
 def test_a_last_round_may_be_short_and_a_loop_of_ones_own_may_end_in_a_round(tmp_path: Path) -> None:
     class Own(Rounds):
         def train(self, me: str, run: ElasticRun, starters: int) -> None:
@@ -322,6 +341,12 @@ def test_a_member_that_is_alone_leaves_at_once(tmp_path: Path) -> None:
     reference.start("a", 1)
     reference.join()
     assert all(torch.equal(value, reference.results["a"][name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [{"quorum": 0, "hook": DILOCO}, {"quorum": 2}])
+def test_a_quorum_is_of_rounds(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="only hooks such as diloco"):
+        gw.elastic(*make_model(), data=deal(), **options)
 
 
 @pytest.mark.parametrize(
