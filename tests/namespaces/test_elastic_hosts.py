@@ -148,7 +148,7 @@ def running(
     with hosts(len(ranks) + later + 1, mbit=mbit) as machines:
         run = ElasticHosts(machines, ranks, folder, python, width)
         try:
-            run.wait_for(run.size)
+            run.wait_for(run.size, limit=LIMIT if mbit is None else 300.0)
             yield run
         finally:
             for process in (*run.launchers, run.hub):
