@@ -110,7 +110,7 @@ class ElasticRun:
     def _catch_up(self) -> None:
         """A step of a member that receives the state: see Note [Stream] in `stream.py`."""
         try:
-            if self.training.catch_up(self.performer.check_group):
+            if self.training.catch_up(lambda: self.performer.check_group() or self._leaving):
                 self.performer.received()
         except GroupError as error:
             if not self._survive(error):
@@ -224,11 +224,8 @@ class ElasticRun:
                     "only after the backward of the one before; call commit() after the last."
                 )
         try:
-            due = (
-                number == self.view.step
-                or self.training.streams
-                or bool(self.check_every and number % self.check_every == 0)
-            )
+            due = bool(self.check_every and number % self.check_every == 0)
+            due = due or number == self.view.step or self.training.streams
             by_hosts = due or performer.change_voted or number + 1 == self.steps
             gate = None if by_hosts else self.training.gate
             if not performer.frozen and self._share_buffers(wait=gate is None):
