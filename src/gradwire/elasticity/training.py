@@ -323,7 +323,10 @@ class Training:
         self._clear_gradients()
         self._buffers = self._copied_buffers()
         if not waited:
+            runner, weight = self.replica.runner, self.replica.weight
+            runner.weight = 0.0
             self.replica.reducer.contribute_zeros()
+            runner.weight = weight
         return waited
 
     def _repeat(self, kept: Kept, behind: int) -> None:
