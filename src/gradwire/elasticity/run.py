@@ -109,7 +109,7 @@ class ElasticRun:
     def _catch_up(self) -> None:
         """A step of a member that receives the state: see Note [Stream] in `stream.py`."""
         try:
-            if self.training.catch_up(self.performer.check_group):
+            if self.training.catch_up(lambda: self.performer.check_group() or self._leaving):
                 self.performer.received()
         except GroupError as error:
             if not self._survive(error):

@@ -205,9 +205,8 @@ class Training:
     def commit(self) -> None:
         behind, self._behind = self._behind, None
         if (joining := self._joining) is not None and joining.lag:
-            joining.keep(
-                ([None if p.grad is None else p.grad.clone() for p in self._parameters], self._copied_buffers())
-            )
+            averages = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+            joining.keep((averages, self._copied_buffers()))
         elif behind is None:
             self._update()
             self._use(self._later)
@@ -304,9 +303,10 @@ class Training:
         if not self.remembers:
             return
         flags = torch.empty(group.size, dtype=torch.int64, device="cpu")
-        group.all_gather_into_tensor(flags, torch.tensor([int(leaving)], device="cpu"), label="who leaves")
-        leavers = [rank for rank in range(group.size) if flags[rank]]
-        heir = next((rank for rank in range(group.size) if rank not in leavers), None)
+        mine = 2 if self.lag and not leaving else int(leaving)  # one that may have to begin again takes on nothing
+        group.all_gather_into_tensor(flags, torch.tensor([mine], device="cpu"), label="who leaves")
+        leavers = [rank for rank in range(group.size) if flags[rank] == 1]
+        heir = next((rank for rank in range(group.size) if not flags[rank]), None)
         if heir is None:
             return
         if leaving:
@@ -409,7 +409,10 @@ class Training:
         self._clear_gradients()
         self._buffers = self._copied_buffers()
         if not waited:
+            runner, weight = self.replica.runner, self.replica.weight
+            runner.weight = 0.0
             self.replica.reducer.contribute_zeros()
+            runner.weight = weight
         return waited
 
     def _repeat(self, kept: Kept, behind: int) -> None:
