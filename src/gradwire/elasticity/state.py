@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 import json
 import secrets
+import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from gradwire.errors import GroupError, UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.runtime.cleanup import on_failure
 
-_PIECE = 2**24
+_PIECE, _PACED_PIECE = 2**24, 2**20
 """Bytes of a message: a member that receives needs no second copy of the whole."""
 _TAG = 0x656C61
 _ABOUT = "gradwire"
@@ -55,7 +56,7 @@ def pack(value: Any, tensors: list[Tensor], path: str = "state") -> Any:
     )
 
 
-def unpack(packed: Any, tensors: list[Tensor]) -> Any:
+def unpack(packed: Any, tensors: Sequence[Tensor | None]) -> Any:
     """What `pack` was given."""
     if not isinstance(packed, list):
         return packed
@@ -73,23 +74,43 @@ def unpack(packed: Any, tensors: list[Tensor]) -> Any:
     raise GroupError(f"a state with a {kind!r} in it was received. All members need the same version of gradwire.")
 
 
-def send(group: Group, rank: int, value: Any) -> None:
-    """Bring a state to a member, which calls `receive`."""
+def send(group: Group, rank: int, value: Any, *, pause: Callable[[float], object] | None = None) -> None:
+    """Bring a state to a member, which calls `receive`. After each message `pause` is called with the seconds that it took: the
+    other one calls with `paced`, and there are no other members."""
     rows = _rows(value)
-    _send(group, rank, torch.tensor([rows[0].numel()], device="cpu").view(torch.uint8))
-    for row in rows:
-        _send(group, rank, row)
+    for row in (torch.tensor([rows[0].numel()], device="cpu").view(torch.uint8), *rows):
+        for piece in row.split(_PIECE if pause is None else _PACED_PIECE) if row.numel() else ():
+            began = time.monotonic()
+            group.submit(build.send(piece, dst=rank, tag=_TAG, label="state")).wait()
+            if pause is not None:
+                group.barrier(label="state")  # to send may end when the message is in a buffer
+                pause(time.monotonic() - began)
 
 
-def receive(group: Group, rank: int) -> Any:
+def receive(group: Group, rank: int, *, paced: bool = False) -> Any:
     """The state that this member sends."""
-    length = _receive(group, rank, 8).view(torch.int64).item()
-    found = _from_rows(_receive(group, rank, int(length)), lambda _, nbytes: _receive(group, rank, nbytes))
+
+    def take(nbytes: int) -> Tensor:
+        row = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        for piece in row.split(_PACED_PIECE if paced else _PIECE) if nbytes else ():
+            group.submit(build.recv(piece, src=rank, tag=_TAG, label="state")).wait()
+            if paced:
+                group.barrier(label="state")
+        return row
+
+    found = _from_rows(take(int(take(8).view(torch.int64).item())), lambda _, nbytes: take(nbytes))
     if isinstance(found, int):
         raise GroupError(
             f"tensor {found} of the state from rank {rank} of {group}: the checksum differs. It is sent again."
         )
     return unpack(*found)
+
+
+def copied(value: Any) -> Any:
+    """A state whose tensors are copies on the CPU."""
+    tensors: list[Tensor] = []
+    packed = pack(value, tensors)
+    return unpack(packed, [t.to("cpu", copy=True) for t in tensors])
 
 
 def _rows(value: Any) -> list[Tensor]:
@@ -131,12 +152,15 @@ def save(value: Any, path: Path) -> None:
         whole.replace(path)
 
 
-def load(path: Path) -> Any:
-    """The state in a file of `save`, with its tensors on the CPU."""
+def load(path: Path, *, whole: bool = True) -> Any:
+    """The state in a file of `save`, with its tensors on the CPU; not `whole`: with None in their places."""
     advice = "Pass one that run.save() has written; of a file of torch.save, pass the dict that it holds."
     library = safetensors("")
     try:
         with library.safe_open(path, "pt") as file:
+            if not whole:
+                packed, about = json.loads(bytes(file.get_tensor(_ABOUT).numpy()))
+                return unpack(packed, [None] * len(about))
             found = _from_rows(file.get_tensor(_ABOUT), lambda number, _: file.get_tensor(str(number)).clone())
     except (library.SafetensorError, ValueError) as error:
         raise UsageError(f"{path}: this file holds no state of a run ({error}). {advice}") from None
@@ -155,15 +179,3 @@ def safetensors(module: str = "") -> Any:
 
 def _checksum(row: Tensor) -> int:
     return zlib.crc32(row.numpy().data)
-
-
-def _send(group: Group, rank: int, row: Tensor) -> None:
-    for piece in row.split(_PIECE) if row.numel() else ():
-        group.submit(build.send(piece, dst=rank, tag=_TAG, label="state")).wait()
-
-
-def _receive(group: Group, rank: int, nbytes: int) -> Tensor:
-    row = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    for piece in row.split(_PIECE) if nbytes else ():
-        group.submit(build.recv(piece, src=rank, tag=_TAG, label="state")).wait()
-    return row

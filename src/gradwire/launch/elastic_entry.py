@@ -8,7 +8,7 @@ import signal
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from gradwire.elasticity.hub import HubClient, Records
 from gradwire.elasticity.performer import Limits
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
-from gradwire.elasticity.state import load, safetensors
+from gradwire.elasticity.saved_states import Source
+from gradwire.elasticity.state import safetensors
 from gradwire.elasticity.view_groups import ViewGroups
 from gradwire.errors import UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT
@@ -42,7 +43,7 @@ def elastic(
     steps: int | None = None,
     update: Callable[[], object] | None = None,
     register: Mapping[str, Any] | None = None,
-    state: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    state: Source | Iterable[Source] | None = None,
     min_ranks: int | None = None,
     patience: float = 600.0,
     rescue: str | os.PathLike[str] | None = None,
@@ -55,11 +56,12 @@ def elastic(
     """Join a run whose members may die, leave and join. Returns when this process is a member, with the state of the others; a
     process that comes when training has ended exits here.
 
+    With `hooks.diloco` or `sparse_loco` a round of steps is committed, not a step: within it a commit steps this member alone.
     `data` deals each step's samples to the members; a run ends after `steps`. A commit calls `update`, by default
     `optimizer.step`: clip gradients, step a GradScaler or a scheduler there. `register` names whatever else has a `state_dict` that
-    members that join need. `state`, or a file of `run.save`, is where a run begins that nobody else has begun. Below `min_ranks`
-    (that of `gradwire run --elastic`) training waits, for `patience` seconds; then the state is saved in the file `rescue`, and
-    `TooFewMembers` raised. Parameters are compared every `check_every` steps.
+    members that join need. `state`, a file of `run.save` or a list of those of all ranks, is where a run begins that nobody else
+    has begun. Below `min_ranks` (that of `gradwire run --elastic`) training waits, for `patience` seconds; then the state is saved
+    in the file `rescue`, and `TooFewMembers` raised. Parameters are compared every `check_every` steps.
     """
     environ = os.environ
     start_recorder(find_world(environ), "gw.elastic()")
@@ -67,11 +69,12 @@ def elastic(
     with on_failure(run.release):
         run.steps, run.check_every, run.rescue = steps, check_every, rescue
         run.training.update = update or optimizer.step
+        run.training.may_stream &= kind != "nccl"  # which has no group of two for tensors of the host
         run.register(**(register or {}))
         if rescue is not None:
             safetensors()
         if state is not None:
-            run.load_state_dict(state if isinstance(state, Mapping) else load(Path(state)))
+            run.load_state_dict(state)
         groups = ViewGroups(kind, timeout=timeout, **shared_memory_options(environ))
         weakref.finalize(run, groups.close).atexit = False
         connect, me, starters = _hub(environ, min_ranks or 1)
@@ -87,7 +90,7 @@ def elastic(
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, functools.partial(_leave, run, os.getpid()))
         run.start(me, connect, groups, limits)
-        if run.performer.member.view is None:
+        if not run.performer.member.holds:
             raise SystemExit(0)  # training has ended, and the rest of the script is for those that have trained
     return run
 
