@@ -190,7 +190,7 @@ class Search:
             step = member.step
             done = {(kind, who) for v, s, kind, who in world.contributed if v == view and s == step}
             yield from self._computes(world, i, process)
-            if gated := step < self.limits.gated:
+            if gated := self._by_device(view, step):
                 yield from self._gated(world, i, process, done)
             for kind in () if gated else ("average", "vote"):
                 if (kind, me) in done and all((kind, m) in done for m in view.members):
@@ -208,6 +208,9 @@ class Search:
                 if reaction != (member, ()):
                     yield f"{me}: a vote of view {earlier.epoch} ends", self._react(world, i, process, reaction)
         yield from self._at_hub(world, i, process)
+
+    def _by_device(self, view: View, step: int) -> bool:
+        return step < self.limits.gated and not view.fresh
 
     def _gated(self, world: World, i: int, process: Process, done: set[tuple[str, str]]) -> Iterator[tuple[str, World]]:
         """What host and device do about a vote of the device. `done`: what was contributed to this step."""
@@ -324,7 +327,7 @@ class Search:
         member, todo = reaction
         process = process._replace(member=member)
         for one in todo:
-            if isinstance(one, Vote) and one.step < self.limits.gated:
+            if isinstance(one, Vote) and member.view is not None and self._by_device(member.view, one.step):
                 process = process._replace(ballot=Ballot())
             elif isinstance(one, Vote):
                 view, me = member.view, member.me
