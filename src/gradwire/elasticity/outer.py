@@ -226,7 +226,7 @@ def end_round(
     """If this member is at the end of a round, commit it; if members change, follow. `now`: the round ends here."""
     training.ending = training.ending or (now and training.moved)
     if training.ending and training.moved:
-        performer.arrive()
+        performer.quorum.arrive(training.committed)
     if performer.leaving and training.may_leave and not training.ending:
         performer.lost()
     while True:

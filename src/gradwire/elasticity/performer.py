@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gradwire.elasticity import machine
 from gradwire.elasticity.device_vote import DeviceVote
+from gradwire.elasticity.quorum import Quorum
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.errors import (
     CollectiveMismatch,
@@ -118,11 +119,7 @@ class Performer:
         self._trainer = trainer
         self._starters = limits.starters
         self._patience = limits.patience
-        self._quorum, self._grace = limits.quorum, limits.grace
-        self._arrived = -1
-        """The round at whose end this member is."""
-        self._complete = (-1, 0.0)
-        """The last round at whose end a quorum was, and since when."""
+        self.quorum = Quorum(limits.quorum, limits.grace)
         self._lock = threading.Lock()
         self._present: tuple[int, Group | None] = (-1, None)
         self._lobby: tuple[str, ...] = ()
@@ -200,24 +197,6 @@ class Performer:
             return None
         view = self._records.propose(machine.View(0, tuple(here), step, tuple(here[1:]), begins=True))
         return view if self.member.me in view.members else None
-
-    def arrive(self) -> None:
-        """This member is at the end of a round. The thread that watches the hub records it."""
-        self._arrived = self.member.step
-
-    @property
-    def late(self) -> bool:
-        """Whether a quorum has waited for this member at the end of the round."""
-        step, since = self._complete
-        return step == self.member.step and time.monotonic() >= since + self._grace
-
-    def _count_arrivals(self, records: RunRecords) -> None:
-        step, view = self.member.step, self.member.view
-        if self._arrived == step:
-            records.arrive(self.member.me, step)
-        here = records.arrived(step).intersection(() if view is None else view.members)
-        if len(here) >= self._quorum and self._complete[0] != step:
-            self._complete = step, time.monotonic()
 
     def lost(self) -> None:
         """The group has failed here."""
@@ -360,8 +339,7 @@ class Performer:
                 epoch, version = self.member.epoch, -1
             try:
                 version, hub = records.look(epoch, after=version, wait=_LOOK)
-                if self._quorum:
-                    self._count_arrivals(records)
+                self.quorum.count(self.member, records)
             except GroupError:
                 continue  # training goes on without it
             self._lobby = tuple(one for one in hub.lobby if one not in hub.gone)

@@ -238,7 +238,7 @@ class ElasticRun:
                 )
         with self._rescuing():
             if isinstance(self.training, OuterTraining):
-                self.training.step(limit=self.steps, late=performer.late)
+                self.training.step(limit=self.steps, late=performer.quorum.late(self.training.committed))
                 self._end_round()
             else:
                 self._vote(number)

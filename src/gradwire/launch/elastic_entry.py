@@ -9,6 +9,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,12 @@ def elastic(
     """Join a run whose members may die, leave and join. Returns when this process is a member, with the state of the others; a
     process that comes when training has ended exits here.
 
-    With `hooks.diloco` or `sparse_loco` a round of steps is committed, not a step: within it a commit steps this member alone.
-    When `quorum` members have been at the end of a round for `grace` seconds, the others end it with the step that they are in.
     `data` deals each step's samples to the members; a run ends after `steps`. A commit calls `update`, by default
     `optimizer.step`: clip gradients, step a GradScaler or a scheduler there. `register` names whatever else has a `state_dict` that
     members that join need. `state`, a file of `run.save` or a list of those of all ranks, is where a run begins that nobody else
     has begun. Below `min_ranks` (that of `gradwire run --elastic`) training waits, for `patience` seconds; then the state is saved
-    in the file `rescue`, and `TooFewMembers` raised. Parameters are compared every `check_every` steps.
+    in the file `rescue`, and `TooFewMembers` raised. Parameters are compared every `check_every` steps. With `hooks.diloco` members
+    commit rounds of steps; when `quorum` members have waited for `grace` seconds at the end of one, others end it where they are.
     """
     environ = os.environ
     start_recorder(find_world(environ), "gw.elastic()")
@@ -74,11 +74,7 @@ def elastic(
         run.training.update = update or optimizer.step
         run.training.may_stream &= kind != "nccl"  # which has no group of two for tensors of the host
         run.register(**(register or {}))
-        if quorum is not None and (quorum < 1 or run.training.retries):
-            raise UsageError(
-                f"gw.elastic(quorum={quorum}, hook={run.training.replica.hook!r}): it is at least one member at the end of a "
-                "round, and only hooks such as diloco() have rounds. Leave it out."
-            )
+        _check_quorum(quorum, run)
         if rescue is not None:
             safetensors()
         if state is not None:
@@ -86,23 +82,31 @@ def elastic(
         groups = ViewGroups(kind, timeout=timeout, **shared_memory_options(environ))
         weakref.finalize(run, groups.close).atexit = False
         connect, me, starters = _hub(environ, min_ranks or 1)
-        fewest, _, most = environ.get("GRADWIRE_ELASTIC", "1:").partition(":")
-        slots = None if data is None else data.slots
-        limits = Limits(
-            min_ranks=int(fewest) if min_ranks is None else min_ranks,
-            max_ranks=min(int(most), slots or int(most)) if most else slots,
-            starters=starters,
-            patience=patience,
-            quorum=quorum or 0,
-            grace=grace,
-        )
+        limits = replace(_limits(environ, data, min_ranks), patience=patience, quorum=quorum or 0, grace=grace)
         _warm(groups, connect, starters, {p.dtype for p in model.parameters()})
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, functools.partial(_leave, run, os.getpid()))
-        run.start(me, connect, groups, limits)
+        run.start(me, connect, groups, replace(limits, starters=starters))
         if not run.performer.member.holds:
             raise SystemExit(0)  # training has ended, and the rest of the script is for those that have trained
     return run
+
+
+def _limits(environ: Mapping[str, str], data: Deal | None, min_ranks: int | None) -> Limits:
+    fewest, _, most = environ.get("GRADWIRE_ELASTIC", "1:").partition(":")
+    slots = None if data is None else data.slots
+    return Limits(
+        min_ranks=int(fewest) if min_ranks is None else min_ranks,
+        max_ranks=min(int(most), slots or int(most)) if most else slots,
+    )
+
+
+def _check_quorum(quorum: int | None, run: ElasticRun) -> None:
+    if quorum is not None and (quorum < 1 or run.training.retries):
+        raise UsageError(
+            f"gw.elastic(quorum={quorum}, hook={run.training.replica.hook!r}): it is a number of members, at least one, at the "
+            "end of a round, and only hooks such as diloco() have rounds. Leave it out."
+        )
 
 
 def _leave(run: ElasticRun, process: int, number: int, _: object) -> None:

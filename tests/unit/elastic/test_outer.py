@@ -230,7 +230,7 @@ def test_one_that_joins_begins_with_a_round(tmp_path: Path) -> None:
 def test_a_member_that_is_late_ends_the_round_with_the_step_that_it_is_in(dies_too: bool, tmp_path: Path) -> None:
     def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
         if me == "b" and place == "vote" and run.training.opened == 5:
-            wait_until(lambda: run.performer.late, "the others have waited for b")
+            wait_until(lambda: run.performer.quorum.late(1), "the others have waited for b")
         if me == "d" and place == "outer" and run.training.opened == 8 and dies_too:
             raise Killed
 

@@ -1,0 +1,39 @@
+"""`Quorum`: how long members wait for a slow one at the end of a round. Each records in the hub that it is there; one that is not
+ends the round with the step that it is in, when enough others have waited for it. Without the hub they wait until it comes."""
+
+from __future__ import annotations
+
+import time
+
+from gradwire.elasticity.machine import Member
+from gradwire.elasticity.run_records import RunRecords
+
+
+class Quorum:
+    """When `size` members are at the end of a round, they wait for `grace` seconds more; with a size of 0, for all."""
+
+    def __init__(self, size: int, grace: float) -> None:
+        self._size, self._grace = size, grace
+        self._arrived = -1
+        """The round at whose end this member is."""
+        self._complete = (-1, 0.0)
+        """The last round at whose end enough members were, and since when."""
+
+    def arrive(self, number: int) -> None:
+        """This member is at the end of the round of this number."""
+        self._arrived = number
+
+    def late(self, number: int) -> bool:
+        """Whether enough members have waited for this one at the end of the round."""
+        complete, since = self._complete
+        return complete == number and time.monotonic() >= since + self._grace
+
+    def count(self, member: Member, records: RunRecords) -> None:
+        """After each look at the hub, in the thread that watches it."""
+        if not self._size or member.view is None:
+            return
+        if self._arrived == member.step:
+            records.arrive(member.me, member.step)
+        here = records.arrived(member.step).intersection(member.view.members)
+        if len(here) >= self._size and self._complete[0] != member.step:
+            self._complete = member.step, time.monotonic()
