@@ -44,7 +44,7 @@ _PAUSE = 0.05
 _OVER = "the members of the run change"
 
 Kept = tuple[list[Tensor | None], dict[str, Tensor]]
-"""Of a committed step: the averages, and the buffers."""
+"""Of a committed step: the averages, on the CPU, and the buffers."""
 
 
 def donors(view: View) -> list[tuple[int, int]]:
@@ -103,7 +103,7 @@ class Joining:
 
     def __init__(self, end: _End, room: int) -> None:
         self.room = room
-        """How many averages it may keep."""
+        """How many averages it may keep; -1 if it cannot commit even one."""
         self._end = end
         self._kept: deque[Kept] = deque()
         self._loaded = self._repeated = False
@@ -121,7 +121,7 @@ class Joining:
 
     def fail(self, why: str) -> None:
         """It is not exact here to catch up."""
-        self.next_room = 0
+        self.next_room = -1
         text = f"update= cannot repeat here what the others have committed ({why})"
         warnings.warn(f"joining the run: {text}. They wait until this member has received their state.", stacklevel=2)
 
@@ -134,7 +134,7 @@ class Joining:
                 raise GroupAborted(_OVER, reason=_OVER)
         if not self._loaded and self._end.wait():
             load(self._end.result())
-            self._loaded = True
+            self._loaded, self._repeated = True, not self.room
         for _ in range(min(_REPEATED, len(self._kept)) if self._loaded else 0):
             try:
                 commit(self._kept[0], len(self._kept))
@@ -143,7 +143,7 @@ class Joining:
                 raise GroupAborted(_OVER, reason=_OVER) from error
             self._kept.popleft()
             self._repeated = True
-        return not self.room
+        return self.room < 0
 
 
 class Stream:

@@ -205,7 +205,7 @@ class Training:
     def commit(self) -> None:
         behind, self._behind = self._behind, None
         if (joining := self._joining) is not None and joining.lag:
-            averages = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+            averages = [None if p.grad is None else p.grad.to("cpu", copy=True) for p in self._parameters]
             joining.keep((averages, self._copied_buffers()))
         elif behind is None:
             self._update()
@@ -420,7 +420,7 @@ class Training:
         (gradients, self._buffers), now = kept, self.committed
         self._restore_buffers()
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
         self.committed = now - behind
         try:
             self._update()
