@@ -17,6 +17,7 @@ from gradwire.elasticity.performer import Limits
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.groups.threads_group import ThreadGroup
+from gradwire.policies import Graph
 from helpers.waiting import wait_until
 
 SLOTS, STEPS = 8, 12
@@ -31,6 +32,7 @@ class Threads:
     """Members of one run. `fault(world, me, place, run)` is called by each member at each place of its loop, and may raise."""
 
     fused = False
+    graph = Graph.ALL_USED
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class Threads:
         self.threads[-1].start()
 
     def live(self, me: str, starters: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        run = ElasticRun(model, optimizer, hook=self.hook(), data=deal())
+        run = ElasticRun(model, optimizer, hook=self.hook(), data=deal(), graph=self.graph)
         self.runs[me], self.committed[me] = run, []
         self.prepare(me, run)
         try:
@@ -89,13 +91,20 @@ class Threads:
         limits = Limits(**{"starters": starters, "patience": 30.0, **self.options})
         run.start(me, lambda: RunRecords(self.records), lambda *view: self.build(*view), limits)
         for step in run:
-            if "joiner" in self.runs and step.number == STEPS - 3 and not self.joined.is_set():
-                wait_until(lambda: run.performer._lobby or self.joined.is_set(), "the joiner is in the lobby")
+            if self.pace(run, step.number):
+                return run.close()
             for x, y in step:
                 self.fault(self, me, "forward", run)
                 (run.model(x).squeeze(1) - y).square().mean().backward()
             self.fault(self, me, "vote", run)
             step.commit()
+        return None
+
+    def pace(self, run: ElasticRun, step: int) -> object:
+        """Called before a step. True: training ends here."""
+        if "joiner" in self.runs and step == STEPS - 3 and not self.joined.is_set():
+            wait_until(lambda: run.performer._lobby or self.joined.is_set(), "the joiner is in the lobby")
+        return False
 
     def update(self, me: str, run: ElasticRun) -> None:
         self.fault(self, me, "update", run)
@@ -124,16 +133,19 @@ def make_model(seed: int = 0, *, fused: bool = False) -> tuple[nn.Module, torch.
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
 
 
-def alone(seed: int, *, fused: bool = False) -> dict[str, Tensor]:
+def alone(
+    seed: int, *, fused: bool = False, steps: int = STEPS, rate: Callable[[int], float] = lambda _: 0.01
+) -> dict[str, Tensor]:
     """The same training by one process, without gradwire."""
     model, optimizer = make_model(seed, fused=fused)
-    for step in range(STEPS):
+    for step in range(steps):
         for slot in range(SLOTS):
             x, y = deal().batch(step, slot)
             (model(x).squeeze(1) - y).square().mean().backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad /= SLOTS
+        optimizer.param_groups[0]["lr"] = rate(step)
         optimizer.step()
         optimizer.zero_grad()
     return dict(model.state_dict())

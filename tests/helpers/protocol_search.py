@@ -2,12 +2,13 @@
 joiners and leavers. What the members do is decided by the real `Member`; the network and the hub are modelled here.
 
 A collective ends on a member at any time after all members of the view have contributed, or never, and so does what it asks of
-the hub: to be slow, or cut off, or without a hub for a while, is the same as to come last. So what a cut adds is that any group may
-fail and any process may be taken for gone, until it heals; and what a restart of the hub adds is a request that was carried out
-without the sender's knowledge, which is repeated. A member that dies before it has sent its gradients is to the others like one
-whose averages come late, so here they are sent at once; and one that is frozen and has not published yet is like one that is slow,
-so here it publishes at once. Records are set once, so one that looks at an old state of the hub is slow too. In the story of
-a violation, names may be exchanged between two events: see `alike`.
+the hub: to be slow, or cut off, or without a hub for a while, is the same as to come last. A joiner contributes at once, and gets
+the state of when its view began at any time, or never; it has what it has committed meanwhile. So what a cut adds is that any
+group may fail and any process may be taken for gone, until it heals; and what a restart of the hub adds is a request that was
+carried out without the sender's knowledge, which is repeated. A member that dies before it has sent its gradients is to the others
+like one whose averages come late, so here they are sent at once; and one that is frozen and has not published yet is like one that
+is slow, so here it publishes at once. Records are set once, so one that looks at an old state of the hub is slow too. In the story
+of a violation, names may be exchanged between two events: see `alike`.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Process(NamedTuple):
     """The view in which the averages that it holds were made."""
     todo: Propose | None = None
     """What the hub has not received yet."""
+    kept: History = ()
+    """The history of this view, of a member that does not hold the state."""
     hub: int = 0
 
 
@@ -72,7 +75,7 @@ class World(NamedTuple):
     processes: tuple[Process, ...]
     hubs: tuple[Hub, ...]
     contributed: frozenset[tuple[View, int, str, str]] = frozenset()
-    """(view, step, "average" or "vote" or "change", who)"""
+    """(view, step, "average" or "vote" or what the vote asks for, who)"""
     crashes: int = 0
     leaves: int = 0
     cut: frozenset[str] | None = None
@@ -165,7 +168,9 @@ class Search:
                     if kind == "average":
                         after, reaction = process._replace(averages=view), member.averaged()
                     else:
-                        after, reaction = process, member.voted(view.epoch, change=any(k == "change" for k, _ in done))
+                        asked = {kind for kind, _ in done}
+                        change = "leave" in asked or ("join" in asked and "behind" not in asked)
+                        after, reaction = process, member.voted(view.epoch, change=change)
                     if reaction != (member, ()):
                         yield f"{me}: the {kind} of step {step} ends", self._react(world, i, after, reaction)
             for earlier in {c[0] for c in world.contributed if c[0].epoch < view.epoch and me in c[0].members}:
@@ -177,19 +182,22 @@ class Search:
     def _computes(self, world: World, i: int, process: Process) -> Iterator[tuple[str, World]]:
         member, view, me = process.member, process.member.view, process.member.me
         assert view is not None
-        donor = self._donor(world, view)
-        if not member.holds and donor is not None and member.received() != (member, ()):
+        sent = self._sent(world, view)
+        if not member.holds and sent is not None and member.received() != (member, ()):
             # Perhaps late, as above.
-            received = process._replace(history=donor.history)
-            yield f"{me} receives the state", self._react(world, i, received, member.received())
+            received = process._replace(history=(*sent, *process.kept), kept=())
+            yield f"{me} has the state", self._react(world, i, received, member.received())
         if not member.computing:
             return
         if any(not self._with_me(world, process, p) for p in world.processes if p.member.me in view.members):
             yield f"{me}: its group fails", self._react(world, i, process, member.lost(view.epoch))
 
-    def _donor(self, world: World, view: View) -> Process | None:
-        donors = (p for p in world.processes if p.alive and p.member.view == view and p.member.holds)
-        return next((p for p in donors if p.member.computing and p.member.step == view.step), None)
+    def _sent(self, world: World, view: View) -> History | None:
+        """The state with which members have entered the view: they may have gone on or died since."""
+        donors = (
+            p for p in world.processes if p.member.view == view and p.member.holds and p.member.me not in view.fresh
+        )
+        return next((p.history[: view.step] for p in donors), None)
 
     def _with_me(self, world: World, me: Process, other: Process) -> bool:
         """Whether the other process is in the group of my view and can be reached."""
@@ -258,11 +266,14 @@ class Search:
                 view, me = member.view, member.me
                 assert view is not None
                 world = contribute(world, view, one.step, "vote", me)
-                if member.leaving or world.hubs[process.hub].board(view.epoch).lobby:
-                    world = contribute(world, view, one.step, "change", me)
+                asks = {"leave": member.leaving, "behind": not member.holds,
+                        "join": me in view.fresh or world.hubs[process.hub].board(view.epoch).lobby}  # fmt: skip
+                for kind in (kind for kind, asked in asks.items() if asked):
+                    world = contribute(world, view, one.step, kind, me)
             elif isinstance(one, Commit):
                 assert process.averages is not None, f"{member.me} commits {one.step} without averages"
-                process = process._replace(history=(*process.history, process.averages), averages=None)
+                where = "history" if member.holds else "kept"
+                process = process._replace(averages=None, **{where: (*getattr(process, where), process.averages)})
             elif isinstance(one, Drop):
                 process = process._replace(averages=None)
             elif isinstance(one, Publish):
@@ -286,9 +297,10 @@ class Search:
                 assert member.holds != (member.me in one.view.fresh), (
                     f"{member.me} holds the state: {member.holds}; {one}"
                 )
+                process = process._replace(kept=())
             else:
                 assert isinstance(one, Abort | Stop)
-        if member.computing and member.holds and member.step < self.limits.steps:
+        if member.computing and member.step < self.limits.steps:
             assert member.view is not None
             world = contribute(world, member.view, member.step, "average", member.me)
         return put(world, i, process)
@@ -299,8 +311,11 @@ class Search:
         """No two processes, dead or alive, have committed different averages as the same step."""
         longest = max((p.history for p in world.processes), key=len)
         for process in world.processes:
-            if process.history != longest[: len(process.history)]:
-                raise Violation(f"{process.member.me} has committed {process.history}, and another {longest}")
+            view = process.member.view
+            first = 0 if view is None or process.member.holds else view.step
+            mine = process.history if process.member.holds or not first else process.kept
+            if any(one != other for one, other in zip(mine, longest[first:], strict=False)):
+                raise Violation(f"{process.member.me} has committed {mine}, and another {longest}")
 
     def check_end(self, world: World) -> None:
         """Nothing more happens by itself: all survivors have committed all steps, and whatever a dead one had; or they are too
@@ -374,7 +389,8 @@ def alike(world: World) -> World:
         member = m._replace(me=new[m.me], view=None if m.view is None else renamed(m.view))
         averages = None if p.averages is None else renamed(p.averages)
         todo = None if p.todo is None else Propose(renamed(p.todo.view))
-        return Process(member, p.alive, tuple(map(renamed, p.history)), averages, todo)
+        history, kept = (tuple(map(renamed, some)) for some in (p.history, p.kept))
+        return Process(member, p.alive, history, averages, todo, kept)
 
     def some(names: frozenset[str]) -> frozenset[str]:
         return frozenset(new[m] for m in names)

@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "gradwire"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-CODE_LINES = 37_150
-PHYSICAL_LINES = 53_500
+CODE_LINES = 37_900
+PHYSICAL_LINES = 54_600
 SHARE_OF_TEXT = 0.28
-TEST_LINES = 56_000
+TEST_LINES = 57_000
 
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,

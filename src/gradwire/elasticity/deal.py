@@ -12,12 +12,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import random
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from gradwire.errors import UsageError, UsageTypeError
@@ -72,7 +73,7 @@ class Deal:
             raise UsageError(f"slot {slot} of step {step}: there are {self.slots}, counted from 0.")
         size, length = self.global_batch // self.slots, len(self.dataset)
         first = step * self.global_batch + slot * size
-        return [int(_order(length, self.seed, n // length)[n % length]) for n in range(first, first + size)]
+        return [_order(length, self.seed, n // length)[n % length] for n in range(first, first + size)]
 
     def batch(self, step: int, slot: int) -> Any:
         """The samples of this slot in this step, collated."""
@@ -84,9 +85,18 @@ class Deal:
 
 
 @functools.lru_cache(maxsize=4)  # a batch may have samples of two epochs
-def _order(length: int, seed: int, epoch: int) -> Tensor:
+def _order(length: int, seed: int, epoch: int) -> array[int]:
     generator = torch.Generator().manual_seed(fixed_hash(seed, epoch))
-    return torch.randperm(length, generator=generator, device="cpu")
+    return array("q", torch.randperm(length, generator=generator, device="cpu").numpy().tobytes())
+
+
+def seed_generators(seed: int) -> None:
+    """As `random.seed` and `torch.manual_seed`, which would format a stack trace for each kind of device that is not in use."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if (kind := torch.accelerator.current_accelerator()) is not None:
+        device = torch.get_device_module(kind)
+        (getattr(device, "manual_seed_all", None) or device.manual_seed)(seed)
 
 
 def share_slots(slots: int, members: Sequence[str], before: Sequence[str] = ()) -> tuple[str, ...]:

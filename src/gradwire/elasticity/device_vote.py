@@ -76,8 +76,8 @@ class DeviceVote:
 
     @property
     def prepared(self) -> bool:
-        """Whether this member has voted. After `wait`, as are the following."""
-        return torch.equal(self._kept[0], self._numbers)
+        """Whether this member has voted: others may have what the gate compares. After `wait`, as are the following."""
+        return torch.equal(self._kept[0, : self._facts], self._numbers[: self._facts])
 
     @property
     def passed(self) -> bool:

@@ -10,6 +10,9 @@ next view is decided by the standings of all members that are not gone. If anybo
 were prepared for it, so all survivors have its averages and commit it now: forward. Else nobody has, and it is computed again.
 A member that leaves is a survivor of the last view that has it: it goes forward with the others before it stops.
 
+A member that has not received the state yet takes part all the same: it contributes zeros, keeps the averages, and votes. So it
+counts as the others for what is committed, and not for what can be committed now: see Note [Stream] in `stream.py`.
+
 Two conditions carry this. A member aborts before it publishes, so that a vote that ends late cannot commit what the others retry.
 And a view is a record at the hub that is set once and contains the decision; members apply the records in order. No commit needs
 the hub: while it is away, training goes on, and only the members cannot change.
@@ -47,7 +50,7 @@ class Standing(NamedTuple):
     prepared: bool
     """Whether it has the averages of the next one."""
     holds: bool = True
-    """Whether it has the state of the model; a joiner has not until it has received it."""
+    """Whether it has the state of the model; a joiner has not until it has received it, and caught up."""
     leaving: bool = False
 
 
@@ -152,12 +155,15 @@ class Member(NamedTuple):
         return -1 if self.view is None else self.view.epoch
 
     def received(self) -> Reaction:
-        """The state has arrived, of the step with which the view begins."""
+        """This member has the state of the step."""
         return (self._replace(holds=True) if self.computing else self), ()
 
     def averaged(self) -> Reaction:
         """This member has the average of every bucket of the step."""
-        if self.phase is not MemberPhase.OPEN or not self.holds:
+        waits = (
+            self.view is not None and self.view.begins and not self.holds
+        )  # there is nothing yet with which to catch up
+        if self.phase is not MemberPhase.OPEN or waits:
             return self, ()
         return self._replace(phase=MemberPhase.PREPARED, prepared=True), (Vote(self.epoch, self.step),)
 
@@ -262,9 +268,7 @@ class Member(NamedTuple):
     def _settle(self, step: int) -> Reaction:
         """So many steps are committed: commit the one for which this member is prepared if it is one of them, or drop it."""
         before: tuple[Instruction, ...] = () if self.phase is MemberPhase.FROZEN else (Abort(self.epoch),)
-        if not self.holds:
-            return self, before
-        if self.prepared and self.step + 1 == step:
+        if self.holds and self.prepared and self.step + 1 == step:
             return self._replace(prepared=False, step=step), (*before, Commit(self.step))
         return self._replace(prepared=False), (*before, Drop(self.step))
 

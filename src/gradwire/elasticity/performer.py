@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradwire.collectives import ReduceOp, all_reduce
+from gradwire.collectives import ReduceOp
 from gradwire.elasticity import machine
 from gradwire.elasticity.device_vote import DeviceVote
 from gradwire.elasticity.run_records import RunRecords
@@ -36,11 +36,16 @@ from gradwire.errors import (
 )
 from gradwire.groups.base import Group
 from gradwire.groups.store.rendezvous import watching
+from gradwire.runtime.warnings import warn_user
 
 Build = Callable[[machine.View, str, RunRecords], Group]
 """Makes the group of a view, for the member of this id: all members call it at the same time."""
 _CHANGE = "the members of the run change"
+_NEUTRAL = 2**63 - 1
+"""The vote of a member that has not the state yet, on what all must have alike."""
 _PAUSE = 0.05
+_FAILED = 5
+"""After how many views that failed before they began a member warns, and waits before it tries the next."""
 _LOOK = 0.5
 """Seconds for which one look at the hub waits for news."""
 
@@ -60,6 +65,10 @@ class Limits:
 class Trainer(Protocol):
     """What is trained: called by the thread that trains, in the order that the protocol asks for."""
 
+    @property
+    def may_leave(self) -> bool:
+        """Whether nothing is lost if this member leaves with a change of members that nobody has voted for."""
+
     def commit(self) -> None:
         """Step the optimizer with the averages."""
 
@@ -74,6 +83,16 @@ class Trainer(Protocol):
 
     def hand_over(self, leaving: bool) -> None:
         """Some members leave: one that stays takes on what they owe. A collective of the old view."""
+
+    @property
+    def lag(self) -> int | None:
+        """How many steps this member is behind while it receives the state; None if it computes. See Note [Stream]."""
+
+    def begin_again(self) -> None:
+        """This member has caught up, and differs from the others: they are to wait until it has received their state."""
+
+    def abort(self) -> None:
+        """The group of the view is aborted: end what else communicates in it. Called by any thread; does not wait."""
 
     def follow(self, view: machine.View) -> None:
         """This view comes next, whether or not its group can be made: called for every view with this member, in order."""
@@ -106,6 +125,8 @@ class Performer:
         self.change_voted = False
         """Whether the last vote of the device asks for a change of members: it comes after the next one, which hosts count."""
         self._facts: list[int] = []
+        self._failure: GroupError | None = None
+        """Why the last view that failed before it began did so."""
         self._pending: DeviceVote | None = None
         """The vote of the device whose result is not known here yet. Meanwhile only the thread that trains publishes."""
         self._closed = threading.Event()
@@ -120,6 +141,11 @@ class Performer:
     def frozen(self) -> bool:
         """Whether the members change: what is computed now may be dropped."""
         return not self.member.computing
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this process has been told to leave."""
+        return self._leaving
 
     def leave(self) -> None:
         """Leave after the next step. May be called in a signal handler."""
@@ -148,17 +174,19 @@ class Performer:
             elif lobby.begun and lobby.lost is None:
                 deadline = time.monotonic() + self._patience  # it may be needed later
             elif lobby.lost is not None:
-                raise TooFewMembers(
-                    f"joining the run as {me}: its last members, {', '.join(lobby.lost.members)}, have all ended, or are stopped, "
-                    f"and nobody has the state after step {lobby.lost.step} or later. Begin again from a checkpoint: "
-                    "gw.elastic(state=...)."
-                )
+                raise self._nobody_has_the_state(lobby.lost)
             elif time.monotonic() > deadline:
                 raise TooFewMembers(
                     f"joining the run as {me}: no view with it in {self._patience:.3g} s. In the lobby: {here}. Look at the output "
                     "of the members, or raise patience=."
                 )
         self.settle()
+
+    def _nobody_has_the_state(self, last: machine.View) -> TooFewMembers:
+        return TooFewMembers(
+            f"joining the run as {self.member.me}: its last members, {', '.join(last.members)}, have all ended, or are stopped, "
+            f"and nobody has the state after step {last.step} or later. Begin again from a checkpoint: gw.elastic(state=...)."
+        )
 
     def _first_view(self, here: Sequence[str], step: int) -> machine.View | None:
         here = sorted(here, key=lambda one: (len(one), one))[: self.member.max_ranks]
@@ -214,29 +242,48 @@ class Performer:
 
     def settle(self) -> None:
         """If the members change, wait until there is a view whose group works."""
-        if self.check_group():
-            self.resolve()
-        if (vote := self._pending) is not None and self.frozen:
+        if not self.check_group():
+            return None  # one that freezes from here on has not waited for its pending vote
+        self.resolve()
+        if (vote := self._pending) is not None:
             self._pending = None
             self._trainer.reopen()
             self._react(lambda member: member.resolved(passed=False, prepared=vote.prepared))
-        published, version, deadline = -2, -1, time.monotonic() + self._patience
+        published, version, failed, deadline = -2, -1, 0, time.monotonic() + self._patience
         while self.member.phase is machine.MemberPhase.FROZEN:
-            epoch, hub = self.member.epoch, machine.HubState({})
+            epoch, hub, lobby = self.member.epoch, machine.HubState({}), None
             try:
                 if published != epoch:
                     for instruction in self.member.freeze()[1]:
                         self._perform(instruction, self._records)
                     published, version = epoch, -1
                 version, hub = self._records.look(epoch, after=version, wait=_LOOK)
+                lobby = None if self.member.holds else self._records.lobby(self.member.me)
             except GroupError:  # the hub is away
                 time.sleep(_PAUSE)
+            if lobby is not None and lobby.ended:
+                return self.come_too_late()
+            if lobby is not None and lobby.lost is not None:
+                raise self._nobody_has_the_state(lobby.lost)
             todo = self._react(lambda member, hub=hub: member.look(hub))  # type: ignore[misc]
+            if self.member.epoch != epoch and self.frozen:
+                failed += 1
+                self._pause_after(failed)
             waits_for_joiners = not todo and not self._silent(hub)
             late = time.monotonic() > deadline or (self._leaving and waits_for_joiners)
             if late and self.member.phase is machine.MemberPhase.FROZEN:
                 self._react(lambda member, hub=hub: member.give_up(hub))  # type: ignore[misc]
-                raise self._too_few(hub)
+                raise self._too_few(hub) from self._failure
+        return None
+
+    def _pause_after(self, failed: int) -> None:
+        """So many views in a row have failed before they began. A fault is over then; a lack of memory, say, is not."""
+        if failed == _FAILED:
+            warn_user(
+                f"{self.member.me}: {failed} views in a row have failed before they began, the last one because of "
+                f"{type(self._failure).__name__}: {self._failure} This is tried again for {self._patience:.3g} s."
+            )
+        time.sleep(min(1.0, _PAUSE * max(0, failed + 1 - _FAILED)))
 
     def _too_few(self, hub: machine.HubState) -> TooFewMembers:
         silent = self._silent(hub)
@@ -267,7 +314,9 @@ class Performer:
 
     def _react(self, event: Callable[[machine.Member], machine.Reaction]) -> tuple[machine.Instruction, ...]:
         with self._lock:
-            if self._leaving:  # before a standing is published that says otherwise
+            if self.member.computing:  # no standing says so yet
+                self.member = self.member._replace(leaving=False)
+            if self._leaving and self._trainer.may_leave:  # before a standing is published that says otherwise
                 self.member, _ = self.member.leave()
             self.member, todo = event(self.member)
         for instruction in todo:
@@ -309,6 +358,7 @@ class Performer:
                     if (vote := self._pending) is not None:
                         vote.clear()
                     group.abort(_CHANGE)
+                    self._trainer.abort()
                     group.abort_device()
             case machine.Publish(epoch, standing):
                 records.publish(epoch, self.member.me, standing)
@@ -335,14 +385,15 @@ class Performer:
 
     @property
     def _wants(self) -> list[int]:
-        """Whether this member wants others to join, and whether it wants to leave."""
-        wants = bool(self._lobby) and len(self.view.members) < (self.member.max_ranks or len(self.view.members) + 1)
-        return [int(wants), int(self.member.leaving or self._leaving)]
+        """Whether this member wants others to join, 2 if nobody may while it is behind; and whether it wants to leave."""
+        joins = bool(self._lobby) and len(self.view.members) < (self.member.max_ranks or len(self.view.members) + 1)
+        mine = int(joins) if self._trainer.lag is None else 2 - self.member.holds
+        return [mine, int(self.member.leaving or self._leaving)]
 
     def _diverged(self) -> ReplicasDiverged:
         return ReplicasDiverged(
             f"vote on step {self.member.step} in view {self.view.epoch}: members differ in parameters, buckets, hook, data set, "
-            "state=, or numbers of the optimizer, as those of a scheduler that is not stepped in update=, and this one is "
+            "update=, state=, or numbers of the optimizer, as those of a scheduler that is not stepped in update=, and this one is "
             f"{self.member.me}. Nothing was committed. Begin again from the last checkpoint."
         )
 
@@ -362,10 +413,11 @@ class Performer:
             self._cast(self._pending)
             return
         self.change_voted = False
-        numbers = [*(-want for want in self._wants), *self._facts, *(-fact for fact in self._facts)]
+        facts = [*self._facts, *(-fact for fact in self._facts)]
+        numbers = [*(-want for want in self._wants), *(facts if self.member.holds else [_NEUTRAL] * len(facts))]
         votes = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         try:
-            group.submit(all_reduce(votes, op=ReduceOp.MIN, label="vote")).wait()
+            group.all_reduce(votes, op=ReduceOp.MIN, label="vote")
             join, leave, *facts = votes.tolist()
             half = len(facts) // 2
             if any(low != -high for low, high in zip(facts[:half], facts[half:], strict=True)):
@@ -376,25 +428,44 @@ class Performer:
             self.lost()
             return
         self._leave_voted = bool(leave)
-        self._react(lambda member: member.voted(vote.epoch, change=bool(join or leave)))
+        wrong = False
+        if not self.member.holds and self._trainer.lag == 0:
+            wrong = facts[:half] != self._facts
+            self._react(lambda member: (member, ()) if wrong else member.received())
+        self._react(lambda member: member.voted(vote.epoch, change=bool(join == -1 or leave)))
+        if wrong:
+            self._trainer.begin_again()
+            self.lost()
 
     def _enter(self, view: machine.View) -> None:
         self._trainer.follow(view)
         try:
             with watching(self._meeting_ended):
                 group = self._build(view, self.member.me, self._records)
-            self._exchange(view.epoch, group)
-            self._lobby = ()
-            if self.frozen:
-                group.abort(_CHANGE)
-            self._trainer.enter(view, group)
+                self._exchange(view.epoch, group)
+                self._lobby = ()
+                if self.frozen:
+                    group.abort(_CHANGE)
+                self._trainer.enter(view, group)
         except GroupError as error:
             if isinstance(error, CollectiveMismatch):
                 raise
+            self._failure = error
             self.lost()
             return
-        if not self.member.holds:
+        if not self.member.holds and self._trainer.lag is None:
             self._react(machine.Member.received)
+
+    def received(self) -> None:
+        """The others have waited until this member has the state: it computes with them in the next view."""
+        self._react(machine.Member.received)
+        self.lost()
+
+    def come_too_late(self) -> None:
+        """Training has ended before this member had the state."""
+        self.left = "training has ended"
+        with self._lock:
+            self.member = self.member._replace(phase=machine.MemberPhase.OUT, holds=False)
 
     def _meeting_ended(self) -> GroupError | None:
         return GroupAborted(_CHANGE, reason=_CHANGE) if self.frozen else None

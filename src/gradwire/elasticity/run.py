@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.collectives import barrier
-from gradwire.elasticity.deal import Deal, fixed_hash
+from gradwire.elasticity.deal import Deal, fixed_hash, seed_generators
 from gradwire.elasticity.machine import View
+from gradwire.elasticity.outer import OuterTraining, end_round
 from gradwire.elasticity.performer import Build, Limits, Performer
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.saved_states import Source, find_states
 from gradwire.elasticity.state import pack, save
 from gradwire.elasticity.training import Training
-from gradwire.errors import CollectiveMismatch, GroupError, HookError, TooFewMembers, UsageError, UsageTypeError
+from gradwire.errors import CollectiveMismatch, GroupError, TooFewMembers, UsageError, UsageTypeError
 from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
@@ -68,12 +68,6 @@ class ElasticRun:
                 "gw.elastic(graph=Graph.STATIC): members that join have not seen the graph that the others have learned. Choose "
                 "policies.Graph.ALL_USED or FIND_UNUSED."
             )
-        if isinstance(hook, OuterHook):
-            raise HookError(
-                f"gw.elastic(hook={hook!r}): members commit gradients, and this hook averages parameters after many steps. "
-                "Choose one that averages gradients.",
-                hook=repr(hook),
-            )
         self.model = model
         self.optimizer = optimizer
         self.data = data
@@ -83,11 +77,14 @@ class ElasticRun:
         """After how many steps members compare their parameters."""
         self.rescue: str | os.PathLike[str] | None = None
         """Where the state is saved when too few members are left."""
-        self.training = Training(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
+        made = OuterTraining if isinstance(hook, OuterHook) else Training
+        self.training: Training = made(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
         self.training.entered = self._entered
         self.training.replica.reducer.iterations.survive = self._survive
         self.training.replica.reducer.iterations.before_backward = self._resolve
         self._performer: Performer | None = None
+        self.changed = 0
+        """How often members have changed outside of `commit`: a step that had begun then is over."""
         self.finished = self._leaving = False
         """Whether training has ended here, for whatever reason but that this process leaves."""
         self._listeners: list[Callable[[View], object]] = []
@@ -99,10 +96,25 @@ class ElasticRun:
         self._performer = Performer(me, connect, build, self.training, limits)
         if self._leaving:
             self._performer.leave()
-        self._performer.join(self.committed)
+        self._performer.join(self.training.committed)
         if not self.left:
+            self._end_round()
             self.training.open()
+        while not self.done and self.training.lag is not None:
+            self._catch_up()
+        if not self.left and self.training.lag is not None:
+            self._performer.come_too_late()
         return self
+
+    def _catch_up(self) -> None:
+        """A step of a member that receives the state: see Note [Stream] in `stream.py`."""
+        try:
+            if self.training.catch_up(self.performer.check_group):
+                self.performer.received()
+        except GroupError as error:
+            if not self._survive(error):
+                raise
+        self.commit()
 
     @property
     def performer(self) -> Performer:
@@ -116,8 +128,9 @@ class ElasticRun:
 
     @property
     def group(self) -> Group:
-        """The group of the present view. Another one replaces it when members change."""
-        return self.training.group
+        """The group of the present view's members, but for those that receive the state. Another one replaces it when members
+        change."""
+        return self.training.computing
 
     @property
     def left(self) -> bool:
@@ -143,8 +156,10 @@ class ElasticRun:
 
     def close(self) -> None:
         """End training, on all members: each calls it after the same step. A no-op if it is closed."""
-        self._finish()
-        self.release()
+        try:
+            self._finish()
+        finally:
+            self.release()
 
     def release(self) -> None:
         self.finished = self.finished or not self.left
@@ -161,9 +176,9 @@ class ElasticRun:
 
     @property
     def committed(self) -> int:
-        """How many steps have been committed. Waits for the device where that votes."""
+        """How many steps have been committed; of a hook with rounds, in whole rounds. Waits for the device where that votes."""
         self._know()
-        return self.training.committed
+        return self.training.steps_committed
 
     @property
     def done(self) -> bool:
@@ -181,12 +196,24 @@ class ElasticRun:
 
     def _finish(self) -> None:
         """Training has ended: nobody goes before all have the last step, and nobody is replaced or joins any more."""
-        if not self.finished and self._performer is not None and not self.left:
-            self._know()
-            self.finished = True
-            with contextlib.suppress(GroupError):
-                self.group.submit(barrier(label="the end of training").within(_END)).wait()
-            self._performer.end()
+        if self.finished or self._performer is None:
+            return
+        opened = self.training.opened
+        self._know()
+        if self.left:
+            return
+        if self.training.opened < opened:
+            raise UsageError(
+                f"end of training after step {opened - 1}: the device has not committed it, because members were lost. Pass steps= "
+                "to gw.elastic, or ask run.committed before you end the loop."
+            )
+        self._end_round(now=True)
+        if self.left:
+            return
+        self.finished = True
+        with contextlib.suppress(GroupError):
+            self.group.submit(barrier(label="the end of training").within(_END)).wait()
+        self._performer.end()
 
     def commit(self) -> bool:
         """Vote on the step, and step the optimizer; False if it is to be computed again. See `ElasticStep.commit`."""
@@ -198,7 +225,7 @@ class ElasticRun:
             raise UsageError(
                 f"commit() of step {number}: the run has ended. Loop while not run.done, or choose more steps=."
             )
-        if not performer.frozen:
+        if not (self.training.retries and performer.frozen):
             if not self.training.averaged:
                 raise UsageError(
                     f"commit() of step {number}: no gradients were averaged in it. Call backward() for every batch of the step "
@@ -209,25 +236,43 @@ class ElasticRun:
                     f"commit() of step {number}: gradients were averaged {self.training.averaged} times in it. Take the next batch "
                     "only after the backward of the one before; call commit() after the last."
                 )
-        try:
-            due = number == self.view.step or bool(self.check_every and number % self.check_every == 0)
-            by_hosts = due or performer.change_voted or number + 1 == self.steps
-            gate = None if by_hosts else self.training.gate
-            if not performer.frozen and self._share_buffers(wait=gate is None):
-                performer.vote(self.training.facts(self.view, digests=due), gate)
-            performer.settle()
-        except TooFewMembers as error:
-            if self.rescue is not None and performer.member.holds:
-                _rescue(self, error, self.rescue)
-            raise
+        with self._rescuing():
+            if isinstance(self.training, OuterTraining):
+                self.training.step(last=number + 1 == self.steps)
+                self._end_round()
+            else:
+                self._vote(number)
         if not self.done and not performer.pending:
             self.training.open()
         return self.training.opened > number
+
+    def _vote(self, number: int) -> None:
+        performer = self.performer
+        checked = bool(self.check_every and number % self.check_every == 0)
+        due = number == self.view.step or self.training.streams or checked
+        by_hosts = due or performer.change_voted or number + 1 == self.steps
+        gate = None if by_hosts else self.training.gate
+        if not performer.frozen and self._share_buffers(wait=gate is None):
+            performer.vote(self.training.facts(self.view, digests=due), gate)
+        performer.settle()
+
+    def _end_round(self, *, now: bool = False) -> None:
+        if isinstance(self.training, OuterTraining):
+            end_round(self.training, self.performer, self._survive, now=now)
 
     def step(self) -> bool:
         """For a loop of your own: call it after `backward()`, in place of `optimizer.step()`. False: nothing was changed, because
         members were lost; compute the same batch again."""
         return self.commit()
+
+    @contextlib.contextmanager
+    def _rescuing(self) -> Iterator[None]:
+        try:
+            yield
+        except TooFewMembers as error:
+            if self.rescue is not None and self.performer.member.holds:
+                _rescue(self, error, self.rescue)
+            raise
 
     def _survive(self, error: GroupError) -> bool:
         if isinstance(error, CollectiveMismatch):
@@ -244,8 +289,12 @@ class ElasticRun:
         if self._performer is not None and self._performer.pending:
             self._performer.resolve()
             if self._performer.pending:  # it was not
-                self._performer.settle()
-                self.training.open()
+                with self._rescuing():
+                    self._performer.settle()
+                self.changed += 1
+                self.training.replica.sync = False  # of what is computed now, nothing counts: see `ElasticStep.commit`
+                if not self.left:
+                    self.training.open()
 
     def _share_buffers(self, *, wait: bool) -> bool:
         """All members have those of the first one at a commit. `wait`: until they and the averages are there."""
@@ -273,12 +322,18 @@ class ElasticRun:
         """Everything that a run needs to go on from the last committed step, but what other ranks owe: pass it, or a list of those
         of all, to `gw.elastic(state=...)`. All but the model's is JSON and tensors, which any checkpoint keeps as they are."""
         self._know()
+        if self.committed < self.training.opened and self.group.size > 1:
+            raise UsageError(
+                f"the state after step {self.training.opened}: in a round of {self.training.replica.hook!r} members differ. "
+                "Save it after the last step of a round, when run.committed > step.number."
+            )
         return self._state(self.group.rank, rescued=False)
 
     def _state(self, rank: int, *, rescued: bool) -> dict[str, Any]:
-        size, digest = self.group.size, self.training.digest
-        saved = {"rank": rank, "size": size, "rescued": rescued, "digest": digest}
-        state, tensors = {**self.training.state_dict(), "saved": saved}, list[Tensor]()
+        training = self.training
+        digest = training.digest if training.opened == training.steps_committed else 0  # in a round members differ
+        saved = {"rank": rank, "size": self.group.size, "rescued": rescued, "digest": digest}
+        state, tensors = {**training.state_dict(), "saved": saved}, list[Tensor]()
         model, rest = state.pop("model"), json.dumps(pack(state, tensors))
         return {"model": model, "run": rest, "tensors": {str(number): one for number, one in enumerate(tensors)}}
 
@@ -302,7 +357,7 @@ class ElasticStep:
         self.ended = False
         """Whether `commit` was called."""
         self.committed = False
-        self._run = run
+        self._run, self._changed = run, run.changed
         self._pause()
 
     def __iter__(self) -> Iterator[Any]:
@@ -312,19 +367,20 @@ class ElasticStep:
                 f"the batches of step {self.number}: the run has no data. Pass data=gw.Deal(...) to gw.elastic."
             )
         for slot in slots:
-            if run.performer.frozen:
+            if run.changed > self._changed or (run.training.retries and run.performer.frozen):
                 return  # it is computed again, or by others
             run.training.replica.sync = slot == slots[-1]
-            seed = fixed_hash(run.data.seed, self.number, slot)
-            torch.manual_seed(seed)
-            random.seed(seed)
+            seed_generators(fixed_hash(run.data.seed, self.number, slot))
             yield run.data.batch(self.number, slot)
 
     def commit(self) -> bool:
         """Vote, and step the optimizer when all members have all averages. If members were lost, there is another view when it
         returns; False: the step is computed again in that one, in the next iteration."""
-        self.ended = True
-        self.committed = self._run.commit()
+        self.ended, run = True, self._run
+        if run.changed == self._changed:
+            self.committed = run.commit()
+        elif not run.left:
+            run.training.restart()
         self._pause()
         return self.committed
 
@@ -351,7 +407,7 @@ def _rescue(run: ElasticRun, error: TooFewMembers, path: str | os.PathLike[str])
         save(run._state(rank, rescued=True), Path(file))
     except Exception as why:
         error.add_note(
-            f"The state after step {run.committed} could not be saved in {file}: {type(why).__name__}: {why}"
+            f"The state after step {run.training.opened} could not be saved in {file}: {type(why).__name__}: {why}"
         )
     else:
-        error.add_note(f"The state after step {run.committed} is saved: gw.elastic(state={given}).")
+        error.add_note(f"The state after step {run.training.opened} is saved: gw.elastic(state={given}).")

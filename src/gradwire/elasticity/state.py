@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import secrets
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from gradwire.errors import GroupError, UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.runtime.cleanup import on_failure
 
-_PIECE = 2**24
+_PIECE, _PACED_PIECE = 2**24, 2**20
 """Bytes of a message: a member that receives needs no second copy of the whole."""
 _TAG = 0x656C61
 _ABOUT = "gradwire"
@@ -73,23 +74,43 @@ def unpack(packed: Any, tensors: Sequence[Tensor | None]) -> Any:
     raise GroupError(f"a state with a {kind!r} in it was received. All members need the same version of gradwire.")
 
 
-def send(group: Group, rank: int, value: Any) -> None:
-    """Bring a state to a member, which calls `receive`."""
+def send(group: Group, rank: int, value: Any, *, pause: Callable[[float], object] | None = None) -> None:
+    """Bring a state to a member, which calls `receive`. After each message `pause` is called with the seconds that it took: the
+    other one calls with `paced`, and there are no other members."""
     rows = _rows(value)
-    _send(group, rank, torch.tensor([rows[0].numel()], device="cpu").view(torch.uint8))
-    for row in rows:
-        _send(group, rank, row)
+    for row in (torch.tensor([rows[0].numel()], device="cpu").view(torch.uint8), *rows):
+        for piece in row.split(_PIECE if pause is None else _PACED_PIECE) if row.numel() else ():
+            began = time.monotonic()
+            group.submit(build.send(piece, dst=rank, tag=_TAG, label="state")).wait()
+            if pause is not None:
+                group.barrier(label="state")  # to send may end when the message is in a buffer
+                pause(time.monotonic() - began)
 
 
-def receive(group: Group, rank: int) -> Any:
+def receive(group: Group, rank: int, *, paced: bool = False) -> Any:
     """The state that this member sends."""
-    length = _receive(group, rank, 8).view(torch.int64).item()
-    found = _from_rows(_receive(group, rank, int(length)), lambda _, nbytes: _receive(group, rank, nbytes))
+
+    def take(nbytes: int) -> Tensor:
+        row = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        for piece in row.split(_PACED_PIECE if paced else _PIECE) if nbytes else ():
+            group.submit(build.recv(piece, src=rank, tag=_TAG, label="state")).wait()
+            if paced:
+                group.barrier(label="state")
+        return row
+
+    found = _from_rows(take(int(take(8).view(torch.int64).item())), lambda _, nbytes: take(nbytes))
     if isinstance(found, int):
         raise GroupError(
             f"tensor {found} of the state from rank {rank} of {group}: the checksum differs. It is sent again."
         )
     return unpack(*found)
+
+
+def copied(value: Any) -> Any:
+    """A state whose tensors are copies on the CPU."""
+    tensors: list[Tensor] = []
+    packed = pack(value, tensors)
+    return unpack(packed, [t.to("cpu", copy=True) for t in tensors])
 
 
 def _rows(value: Any) -> list[Tensor]:
@@ -163,15 +184,3 @@ def checksum(t: Tensor) -> int:
 
 def _bytes_of(t: Tensor) -> Tensor:
     return t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-
-
-def _send(group: Group, rank: int, row: Tensor) -> None:
-    for piece in row.split(_PIECE) if row.numel() else ():
-        group.submit(build.send(piece, dst=rank, tag=_TAG, label="state")).wait()
-
-
-def _receive(group: Group, rank: int, nbytes: int) -> Tensor:
-    row = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    for piece in row.split(_PIECE) if nbytes else ():
-        group.submit(build.recv(piece, src=rank, tag=_TAG, label="state")).wait()
-    return row

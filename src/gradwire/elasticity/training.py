@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradwire.elasticity import stream
 from gradwire.elasticity.deal import Deal, fixed_hash, share_slots
 from gradwire.elasticity.device_vote import mark, wait_for
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.saved_states import SavedState
 from gradwire.elasticity.state import checksum, receive, send
+from gradwire.elasticity.stream import Joining, Kept, Stream, donors
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.threads_group import ThreadGroup
@@ -38,7 +40,10 @@ from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import NO_OPERATION, Place
 from gradwire.reducer.checks.attached_optimizers import FoundInfOverride, allocates_momentum, can_skip_step
-from gradwire.reducer.hook.hook_states import StepFork, from_dict
+from gradwire.reducer.hook.hook_states import StepFork
+
+_AT_ONCE = ("hook", "owners")
+"""What a member needs of the state to take part in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +54,15 @@ class _Averaged:
     gradients: list[Tensor | None]
     buffers: dict[str, Tensor]
     """As they were when it began."""
+    options: list[dict[str, Any]]
+    """Of the optimizer's groups, when it was enqueued."""
 
 
 class Training:
     """What one member of a run trains. Its `Performer` calls it, in the thread that trains."""
+
+    retries = True
+    """Whether a step that is not committed is computed again."""
 
     def __init__(
         self,
@@ -93,12 +103,18 @@ class Training:
         """Until the first commit, what members saved in the run that this one continues, if the hook remembers."""
         self._saved_owners: list[int] = []
         """The ranks in that run that had the slots."""
+        self.may_stream = True
+        """Whether members may join while the others train."""
+        self._stream: Stream | None = None
+        self._room = stream.ROOM
         self._retried = False
         """Whether the last step was dropped, to be computed again."""
         self._owners: tuple[str, ...] = ()
         self._members: tuple[str, ...] = ()
         self._fork: StepFork | None = None
         self._behind: _Averaged | None = None
+        self._later: list[dict[str, Any]] = []
+        """Options of the optimizer that were set after the present step was enqueued behind a gate that was closed."""
         self._buffers: dict[str, Tensor] = {}
         self._reduced = 0
         self._updating = False
@@ -111,13 +127,14 @@ class Training:
         if self._behind is None:  # else when it is known whether the states are those of the last step
             self._fork = self.replica.runner.states.fork()
         self._reduced = self.replica.reducer.steps
-        self._buffers = {name: buffer.clone() for name, buffer in self.replica.state.named_buffers().items()}
+        self._buffers = self._copied_buffers()
 
     @property
     def gate(self) -> torch.device | None:
         """The device that may vote: nothing but the optimizer depends on the vote, and it can be told by the device. Else None."""
         device = self.replica.parameters[0].device
-        plain = self.update == self.optimizer.step and not self.registered and self.data is not None
+        hooks = len(self.optimizer._optimizer_step_pre_hooks) > 1 or self.optimizer._optimizer_step_post_hooks
+        plain = self.update == self.optimizer.step and not (hooks or self.registered) and self.data is not None
         ordered = device.type == "cuda" and self.replica.graph is Graph.ALL_USED and self.group.orders_streams(device)
         skips = can_skip_step(self.optimizer) and not allocates_momentum(self.optimizer)
         return device if plain and ordered and skips else None
@@ -127,6 +144,16 @@ class Training:
         device = self.replica.parameters[0].device
         if self.group.orders_streams(device):
             wait_for(mark(device), lost, self.group.timeout, f"averages of step {self.opened} of {self.group}")
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether nothing of this member is lost if it leaves with a change of members that nobody has voted for."""
+        return True
+
+    @property
+    def steps_committed(self) -> int:
+        """How many steps of the optimizer are known to be committed."""
+        return self.committed
 
     @property
     def opened(self) -> int:
@@ -146,7 +173,7 @@ class Training:
             v for group in self.optimizer.param_groups for _, v in sorted(group.items()) if isinstance(v, int | float)
         ]
         return [
-            fixed_hash(self.opened, view.epoch, hook, begun, self._owners, data, *map(float, rates)),
+            fixed_hash(self.opened, view.epoch, hook, begun, self._owners, data, self.gate is None, *map(float, rates)),
             self.digest if digests else 0,
         ]
 
@@ -162,16 +189,25 @@ class Training:
         return Trait.REMEMBERS in self.replica.runner.hook.traits
 
     def _before_update(self, *_: object) -> None:
-        if (self._fork or self._behind) is not None and not self._updating:
+        if self._in_step and not self._updating:
             raise UsageError(
                 f"optimizer.step() in step {self.opened} of a run: it would change parameters before the members have voted. "
                 "Call commit() instead, which calls it, or the update= that you pass to gw.elastic."
             )
 
+    @property
+    def _in_step(self) -> bool:
+        return (self._fork or self._behind) is not None
+
     def commit(self) -> None:
         behind, self._behind = self._behind, None
-        if behind is None:
+        if (joining := self._joining) is not None and joining.lag:
+            joining.keep(
+                ([None if p.grad is None else p.grad.clone() for p in self._parameters], self._copied_buffers())
+            )
+        elif behind is None:
             self._update()
+            self._use(self._later)
         self.begun_from = []
         fork = self._end() if behind is None else behind.fork
         assert fork is not None
@@ -191,7 +227,7 @@ class Training:
     def commit_behind(self, closed: Tensor) -> None:
         fork, self._fork = self._fork, None
         assert fork is not None
-        self._behind = _Averaged(fork, [p.grad for p in self._parameters], self._buffers)
+        self._behind = _Averaged(fork, [p.grad for p in self._parameters], self._buffers, self._options())
         FoundInfOverride.add(self.optimizer, self, closed)
         try:
             self._update()
@@ -207,9 +243,20 @@ class Training:
         self.replica.runner.driver.drain(self.group.timeout)
         self.replica.reducer.abandon("the vote on the step before has failed")
         self._restore_buffers()
-        self._fork, self._buffers = behind.fork, behind.buffers
+        self._fork, self._buffers, self._later = behind.fork, behind.buffers, self._options()
+        self._use(behind.options)
         for parameter, gradient in zip(self._parameters, behind.gradients, strict=True):
             parameter.grad = gradient
+
+    def _options(self) -> list[dict[str, Any]]:
+        groups = self.optimizer.param_groups
+        return [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in one.items() if k != "params"} for one in groups
+        ]
+
+    def _use(self, options: list[dict[str, Any]]) -> None:
+        for group, values in zip(self.optimizer.param_groups, options, strict=False):
+            group.update(values)
 
     def drop(self) -> None:
         self.replica.runner.driver.drain(self.group.timeout)
@@ -220,6 +267,15 @@ class Training:
         self._retried = True
         self._restore_buffers()
 
+    def restart(self) -> None:
+        """What was computed since the step has begun does not count."""
+        self.drop()
+        self._retried = False
+        self.open()
+
+    def _copied_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self.replica.state.named_buffers().items()}
+
     def _restore_buffers(self) -> None:
         with torch.no_grad():
             for name, buffer in self.replica.state.named_buffers().items():
@@ -227,7 +283,7 @@ class Training:
                     buffer.copy_(self._buffers[name])
 
     def _end(self) -> StepFork | None:
-        fork, self._fork = self._fork, None
+        fork, self._fork, self._later = self._fork, None, []
         self.replica.reducer.abandon("the step has ended")
         self._clear_gradients()
         return fork
@@ -238,6 +294,7 @@ class Training:
 
     def detach(self) -> None:
         """Leave the model and the optimizer as they were before."""
+        self._close_stream()
         self._step_hook.remove()
         self.replica.detach()
 
@@ -254,7 +311,7 @@ class Training:
         if leaving:
             saved = runner.state_dict()
             send(group, heir, saved)
-            runner.states = from_dict(saved, runner.hook, rank=-1)  # it owes nothing now
+            runner.restore(saved, rank=-1)  # it owes nothing now
         elif group.rank == heir:
             runner.change_ranks(1, 1, leavers=[receive(group, rank) for rank in leavers])
         group.barrier(label="handed over")  # nobody aborts the group before
@@ -267,27 +324,20 @@ class Training:
         if self.data is not None:  # of a fresh member, what it gets from another one replaces it
             saved = self._saved_owners if len(self._saved_owners) == self.data.slots else []
             before = self._owners or [dict(enumerate(view.members)).get(rank, "") for rank in saved]
-            self._owners = share_slots(self.data.slots, view.members, before)
+            idle = view.fresh if self._streams(view) else ()
+            self._owners = share_slots(self.data.slots, [m for m in view.members if m not in idle], before)
 
     def enter(self, view: View, group: Group) -> None:
-        before, self.group = self.group.size, group
-        self.replica.move_to_group(group)
-        if self.data is None and view.epoch and view.members[group.rank] not in view.fresh:
-            self.replica.runner.change_ranks(before, group.size)  # gradients are divided by the number of members
-        holders = [rank for rank, one in enumerate(view.members) if one not in view.fresh]
-        for number, rank in enumerate(view.members.index(one) for one in view.fresh):
-            donor = holders[number % len(holders)]
-            if group.rank == donor:
-                send(group, rank, self._travelling())
-            elif group.rank == rank:
-                self._arrive(receive(group, donor))
+        self._close_stream()
+        self._use_group(view, group)
+        self._bring_state(view)
         self.begun_from = self.begun_from if view.begins else []
         self._take_share()
         self.committed = view.step
-        if self.data is not None:
-            me = view.members[group.rank]
-            self.slots = [slot for slot, owner in enumerate(self._owners) if owner == me]
-            self.replica.runner.divisor = self.data.slots
+        if self._streams(view):
+            rest = lambda: {k: v for k, v in self._travelling().items() if k not in _AT_ONCE}  # noqa: E731
+            self._stream = Stream(view, group, rest, self._room)
+        self._take_slots(view)
         if (recorder := writer.active) is not None:
             operation = NO_OPERATION[:2] + (view.epoch,) + NO_OPERATION[3:]
             member, place = group.ledger.events.member(recorder), Place(view.step)
@@ -299,9 +349,94 @@ class Training:
         runner, (rank, size) = self.replica.runner, (self.group.rank, self.group.size)
         shares = [one.read()["hook"] for one in self.begun_from[rank::size]]
         if shares:
-            runner.states = from_dict(shares[0], runner.hook, rank=shares[0]["rank"])
+            runner.restore(shares[0], rank=shares[0]["rank"])
             sizes = (1, 1) if self.data is not None else (self.begun_from[0].facts["size"], size)
             runner.change_ranks(*sizes, leavers=shares[1:])
+
+    def _use_group(self, view: View, group: Group) -> None:
+        before, self.group = self.group.size, group
+        self.replica.move_to_group(group)
+        if self.data is None and view.epoch and view.members[group.rank] not in view.fresh:
+            self.replica.runner.change_ranks(before, group.size)  # gradients are divided by the number of members
+
+    def _bring_state(self, view: View) -> None:
+        """To the fresh members of the view."""
+        self._send_state(donors(view), only=_AT_ONCE if self._streams(view) else None)
+
+    def _send_state(self, pairs: Sequence[tuple[int, int]], *, only: Sequence[str] | None = None) -> None:
+        """From one member to another one, in each pair: each of both calls it."""
+        for donor, rank in pairs:
+            if self.group.rank == donor:
+                send(self.group, rank, {k: v for k, v in self._travelling().items() if only is None or k in only})
+            elif self.group.rank == rank:
+                self._arrive(receive(self.group, donor))
+
+    def _take_slots(self, view: View) -> None:
+        """Those that this member computes in the view."""
+        if self.data is not None:
+            me = view.members[self.group.rank]
+            self.slots = [slot for slot, owner in enumerate(self._owners) if owner == me]
+            self.replica.runner.divisor = self.data.slots
+
+    @property
+    def streams(self) -> bool:
+        """Whether members receive the state in this view while the others train: see Note [Stream] in `stream.py`."""
+        return self._stream is not None
+
+    def _streams(self, view: View) -> bool:
+        large = sum(p.nbytes for p in self._parameters) >= stream.LARGE
+        return bool(view.fresh) and not view.begins and self.data is not None and large and self.may_stream
+
+    @property
+    def computing(self) -> Group:
+        """The group of the members that have the state."""
+        return self.group if self._stream is None else self._stream.group
+
+    @property
+    def _joining(self) -> Joining | None:
+        return None if self._stream is None else self._stream.joining
+
+    @property
+    def lag(self) -> int | None:
+        return None if self._joining is None else self._joining.lag
+
+    def catch_up(self, lost: Callable[[], bool]) -> bool:
+        """In place of forward and backward, on a member that receives the state. True: the others have waited for it, and it has
+        the state; else it takes part in the reductions."""
+        assert self._joining is not None
+        waited = self._joining.advance(self._arrive, self._repeat, lost)
+        self._clear_gradients()
+        self._buffers = self._copied_buffers()
+        if not waited:
+            self.replica.reducer.contribute_zeros()
+        return waited
+
+    def _repeat(self, kept: Kept, behind: int) -> None:
+        """Commit a step that was kept."""
+        (gradients, self._buffers), now = kept, self.committed
+        self._restore_buffers()
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.committed = now - behind
+        try:
+            self._update()
+        finally:
+            self.committed = now
+
+    def begin_again(self) -> None:
+        if self._joining is not None:
+            self._joining.fail("its state differs from theirs then: is something missing in register=?")
+
+    def abort(self) -> None:
+        if self._stream is not None:
+            self._stream.abort()
+
+    def _close_stream(self) -> None:
+        before, self._stream = self._stream, None
+        if before is not None:
+            before.close()
+            if before.joining is not None:
+                self._room = before.joining.next_room
 
     def state_dict(self) -> dict[str, Any]:
         model = self.model.state_dict()
@@ -328,9 +463,13 @@ class Training:
         self._load_as_saved(state["optimizer"]["state"], model)
         for name, one in self.registered.items():
             one.load_state_dict(state["registered"][name])
-        runner = self.replica.runner
-        runner.states = from_dict(state["hook"], runner.hook, rank=state["hook"]["rank"])  # also what that rank owes
-        self.committed, self._saved_owners = state["committed"], state["slots"]
+        if "hook" in state:
+            self._load_hook(state["hook"])
+        self.committed = state["committed"]
+        self._saved_owners = state.get("slots", [])
+
+    def _load_hook(self, saved: Mapping[str, Any]) -> None:
+        self.replica.runner.restore(saved, rank=saved["rank"])  # also what that rank owes
 
     def _load_as_saved(self, saved: Mapping[int, Mapping[str, Any]], model: Mapping[str, Tensor]) -> None:
         """Tensors of the optimizer, of which torch makes no copies, and changes the dtype to that of the parameter."""
@@ -350,8 +489,13 @@ class Training:
         return {**state, "hook": {**saved, "state": hook.shared(saved["state"]), "owed": {}}, **mine}
 
     def _arrive(self, state: Mapping[str, Any]) -> None:
+        self._owners = state.get("owners", self._owners)
+        if "model" not in state:
+            return self._load_hook(state["hook"])
+        committed = self.committed
         self.load_state_dict(state)
+        self.committed = committed
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(state["buffers"][name])
-        self._owners = state["owners"]
+        return None

@@ -56,6 +56,7 @@ def elastic(
     """Join a run whose members may die, leave and join. Returns when this process is a member, with the state of the others; a
     process that comes when training has ended exits here.
 
+    With `hooks.diloco` or `sparse_loco` a round of steps is committed, not a step: within it a commit steps this member alone.
     `data` deals each step's samples to the members; a run ends after `steps`. A commit calls `update`, by default
     `optimizer.step`: clip gradients, step a GradScaler or a scheduler there. `register` names whatever else has a `state_dict` that
     members that join need. `state`, a file of `run.save` or a list of those of all ranks, is where a run begins that nobody else
@@ -68,6 +69,7 @@ def elastic(
     with on_failure(run.release):
         run.steps, run.check_every, run.rescue = steps, check_every, rescue
         run.training.update = update or optimizer.step
+        run.training.may_stream &= kind != "nccl"  # which has no group of two for tensors of the host
         run.register(**(register or {}))
         if rescue is not None:
             safetensors()
@@ -88,7 +90,7 @@ def elastic(
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, functools.partial(_leave, run, os.getpid()))
         run.start(me, connect, groups, limits)
-        if run.performer.member.view is None:
+        if not run.performer.member.holds:
             raise SystemExit(0)  # training has ended, and the rest of the script is for those that have trained
     return run
 

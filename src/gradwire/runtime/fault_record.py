@@ -11,7 +11,7 @@ from pathlib import Path
 
 FILE = "faults.jsonl"
 """Its name in the directory of a run."""
-LASTING = ("slow", "gil")
+LASTING = ("slow", "gil", "shm")
 """Kinds of faults that a member outlives."""
 
 

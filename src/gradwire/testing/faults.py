@@ -11,6 +11,7 @@ a call, the draw also decides whether the fault fires before the call or after i
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -30,8 +31,9 @@ from gradwire.runtime.fault_record import FILE, LASTING, record_fault
 PLACES = ("forward", "bucket in flight", "vote", "optimizer", "view change", "join", "hub write")
 """A batch is handed out; a reduction was launched in backward; a member is prepared; the optimizer steps; a member follows and
 enters a view; the same for one that receives its state; a standing, a view or a meeting is recorded at the hub."""
-KINDS = ("kill", "stop", "term", "raise", "slow", "gil")
-"""SIGKILL; SIGSTOP, and SIGCONT some seconds later; SIGTERM; an `InjectedFault`; a sleep; a sleep that holds the GIL."""
+KINDS = ("kill", "stop", "term", "raise", "slow", "gil", "shm")
+"""SIGKILL; SIGSTOP, and SIGCONT some seconds later; SIGTERM; an `InjectedFault`; a sleep; a sleep that holds the GIL; no room in
+shared memory for this process, for some seconds."""
 
 
 class InjectedFault(RuntimeError):
@@ -163,6 +165,8 @@ def inject(kind: str, seconds: float, where: str) -> None:
             time.sleep(seconds)
         case "gil":
             ctypes.PyDLL(None).usleep(round(seconds * 1e6))  # PyDLL, and not CDLL, keeps the GIL
+        case "shm":
+            _fill_shared_memory(time.monotonic() + seconds)
         case "stop":
             command = f"sleep {seconds}; kill -s CONT {os.getpid()}"
             null = subprocess.DEVNULL
@@ -170,3 +174,14 @@ def inject(kind: str, seconds: float, where: str) -> None:
                 os.kill(os.getpid(), signal.SIGSTOP)
         case _:
             os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGTERM)
+
+
+def _fill_shared_memory(until: float) -> None:
+    reserve = os.posix_fallocate
+
+    def full(*where: int) -> None:
+        if time.monotonic() < until:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(*where)
+
+    os.posix_fallocate = full

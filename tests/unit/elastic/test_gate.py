@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,21 +15,35 @@ from torch import Tensor
 
 from gradwire.elasticity.device_vote import DeviceVote, wait_for
 from gradwire.elasticity.machine import Abort, Commit, Member, MemberPhase, Publish, Standing, View
+from gradwire.elasticity.performer import Performer
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.training import Training
-from gradwire.errors import CollectiveTimeout, GroupError, ReplicasDiverged
+from gradwire.errors import CollectiveTimeout, GroupError, ReplicasDiverged, TooFewMembers, UsageError
 from gradwire.groups.threads_group import ThreadGroup
-from helpers.elastic_threads import STEPS, Killed, Threads, alone, at, check, replaced
+from gradwire.policies import Graph
+from helpers.elastic_threads import STEPS, Killed, Threads, alone, at, check, deal, make_model, replaced
 from helpers.waiting import wait_until
 
 CPU = torch.device("cpu")
 VIEW = View(0, ("a", "b"), 7)
+GATE = Training.gate
 
 
 class Gated(Threads):
     """Members whose device votes. The places of faults are "forward", "vote", "cast" and "behind": after the vote was enqueued."""
 
     fused = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.aborted: dict[int, tuple[threading.Barrier, str]] = {}
+        """By step of the first view, of a vote whose collective is aborted on all members: who was not prepared."""
+
+    def abort(self, step: int, members: str = "abc", late: str = "") -> Gated:
+        self.aborted[step] = threading.Barrier(len(members)), late
+        for me in members:
+            self.start(me, len(members))
+        return self
 
     def prepare(self, me: str, run: ElasticRun) -> None:
         run.steps, run.check_every, commit = STEPS, 0, run.training.commit
@@ -73,8 +88,13 @@ def faulty(monkeypatch: pytest.MonkeyPatch, path: Path, fault: Callable[..., Any
 
     def casts(self: DeviceVote) -> Tensor:
         me = threading.current_thread().name
-        fault(world, me, "cast", world.runs[me])
-        return cast(self)
+        fault(world, me, "cast", run := world.runs[me])
+        if run.view.epoch or run.training.opened not in world.aborted:
+            return cast(self)
+        barrier, late = world.aborted[run.training.opened]
+        self._kept[:2] = self._rows * torch.tensor([[me not in late], [True]])
+        barrier.wait(60.0)
+        return torch.ones(())
 
     monkeypatch.setattr(Training, "commit_behind", commit_behind)
     monkeypatch.setattr(DeviceVote, "cast", casts)
@@ -174,6 +194,108 @@ def test_who_asks_for_the_count_or_the_state_waits_for_the_vote(
 
 def unpacked(state: dict[str, Any]) -> int:
     return dict(json.loads(state["run"])[1])["committed"]
+
+
+@pytest.mark.parametrize("late", ["", "c"], ids=["forward", "again"])
+@pytest.mark.parametrize("who", ["a", "abc"])
+@pytest.mark.parametrize("place", ["forward", "vote"])
+def test_who_asks_for_the_count_in_the_middle_of_a_step(
+    place: str, who: str, late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members change there. What was computed of the step does not count."""
+
+    def fault(world: Threads, me: str, here: str, run: ElasticRun) -> None:
+        if here == place and me in who and run.training.opened in (4, 5):
+            assert run.committed <= run.training.opened
+
+    world = faulty(monkeypatch, tmp_path, fault).abort(4, late=late)
+    check(world.join(), alone(1, fused=True))
+    assert set(map(tuple, world.committed.values())) == {tuple(range(STEPS))}
+    assert world.views[1].step == 5 - len(late)
+
+
+@pytest.mark.parametrize("late", ["", "c"], ids=["forward", "again"])
+def test_a_step_has_the_options_of_the_optimizer_with_which_it_was_enqueued(
+    late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rate(step: int) -> float:
+        return 0.01 / (1 + step)
+
+    def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
+        if place in ("forward", "behind"):
+            run.optimizer.param_groups[0]["lr"] = rate(run.training.opened)
+
+    world = faulty(monkeypatch, tmp_path, fault).abort(4, late=late).join()
+    check(world, alone(1, fused=True, rate=rate))
+
+
+def test_a_member_that_freezes_while_another_looks_waits_for_its_vote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Performer.check_group
+
+    def check_group(self: Performer) -> bool:
+        frozen = look(self)
+        if self.pending and (self.member.me, self.member.step, self.view.epoch) == ("a", 5, 0):
+            self.lost()  # by the watcher, when it has looked
+        return frozen
+
+    monkeypatch.setattr(Performer, "check_group", check_group)
+    world = faulty(monkeypatch, tmp_path, lambda *_: None)
+    for me in "abc":
+        world.start(me, 3)
+    check(world.join(), alone(1, fused=True))
+    assert len(world.views) > 1
+
+
+@pytest.mark.parametrize(("min_ranks", "error"), [(2, TooFewMembers), (1, UsageError)], ids=["too few", "closed"])
+def test_what_ends_a_run_while_a_vote_is_pending(
+    min_ranks: int, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too few members are left: the state is saved. Or it is closed, and the step that is lost is named."""
+    asks = threading.Event()
+
+    def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
+        if run.training.opened == 5 and me == "b" and place == "behind":
+            assert asks.wait(60.0)
+            raise Killed
+        run.rescue = tmp_path / "rescued"
+        if run.training.opened == 5 and place == "vote":
+            assert run.performer.pending
+            asks.set()
+            _ = run.close() if min_ranks == 1 else run.committed
+
+    world = faulty(monkeypatch, tmp_path, fault)
+    world.options |= {"min_ranks": min_ranks, "patience": 3.0}
+    found = world.abort(4, "ab", late="a").join().errors["a"]
+    assert type(found) is error
+    assert (tmp_path / "rescued").exists() is (error is TooFewMembers)
+    assert "after step 4" in "".join([str(found), *getattr(found, "__notes__", ())])
+
+
+def test_hooks_of_the_optimizer_need_a_vote_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they do happens whether or not the gate is open. Members that differ in that could not vote at all."""
+    monkeypatch.setattr(Training, "gate", GATE)
+    monkeypatch.setattr(ThreadGroup, "orders_streams", lambda *_: True)
+    model, optimizer = make_model(fused=True)
+    training = Training(model, optimizer, hook=None, data=deal(), graph=Graph.ALL_USED, buckets=None)
+    training.replica.parameters = [SimpleNamespace(device=SimpleNamespace(type="cuda"))]  # type: ignore[list-item]
+    facts = training.facts(VIEW, digests=False)
+    assert training.gate is not None
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert training.gate is None
+    assert training.facts(VIEW, digests=False) != facts
+
+
+def test_what_others_may_have_is_a_vote() -> None:
+    """The device has copied half of a row that was being cleared: with what the gate compares, others may have committed."""
+    (group,) = ThreadGroup.world(1)
+    vote = DeviceVote(group, CPU, [5, 6], [0, 1])
+    vote.arm()
+    vote._rows[0, 2:] = 0
+    assert vote.cast().item() == 0
+    assert vote.prepared
+    group.close()
 
 
 def test_a_row_that_is_cleared_before_the_device_comes_to_it_is_no_vote() -> None:

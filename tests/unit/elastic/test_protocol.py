@@ -34,6 +34,7 @@ from helpers.protocol_search import Limits, Search, Violation
         {"ranks": 2, "joiners": 1, "steps": 1, "crashes": 0, "leaves": 2},
         {"ranks": 2, "joiners": 1, "steps": 2, "crashes": 0, "leaves": 1, "min_ranks": 2},
         {"ranks": 1, "joiners": 1, "steps": 2, "crashes": 1, "leaves": 1},
+        {"ranks": 1, "joiners": 2, "steps": 2, "crashes": 1},
         {"ranks": 2, "steps": 1, "crashes": 0, "cuts": 1},
     ],
     ids=str,
@@ -217,7 +218,7 @@ def test_a_member_that_gives_up_is_where_the_next_view_would_be(standings: Any, 
         (FROZEN._replace(prepared=True), 8, (Commit(7),)),
         (FROZEN._replace(prepared=True), 7, (Drop(7),)),
         (FROZEN._replace(step=8), 8, (Drop(8),)),
-        (FROZEN._replace(holds=False), 9, ()),
+        (FROZEN._replace(holds=False, prepared=True), 8, (Drop(7),)),
     ],
     ids=["forward", "again", "it has committed", "it has no state yet"],
 )
@@ -243,8 +244,10 @@ def test_a_joiner_waits_in_the_lobby_and_then_for_the_state() -> None:
     member, todo = joiner.look(HubState({}, next=view))
     assert todo == (Enter(view),)
     assert not member.holds
-    assert member.averaged() == (member, ())
-    assert member.received()[0].averaged()[1] == (Vote(4, 7),)
+    assert member.averaged()[1] == (Vote(4, 7),)  # it has contributed zeros
+    first = member._replace(view=view._replace(begins=True))
+    assert first.averaged() == (first, ())
+    assert first.received()[0].averaged()[1] == (Vote(4, 7),)
 
 
 def test_members_freeze_when_the_hub_knows_more() -> None:

@@ -29,7 +29,7 @@ from gradwire.elasticity.performer import Evicted, Limits, Performer, TooFewMemb
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.state import load, pack, save, unpack
-from gradwire.errors import HookError, ReplicasDiverged, UsageError, UsageTypeError
+from gradwire.errors import ReplicasDiverged, SharedMemoryFull, UsageError, UsageTypeError
 from gradwire.groups.threads_group import ThreadGroup
 from gradwire.policies import Graph
 from gradwire.testing.faults import KINDS, PLACES, Chaos, InjectedFault, inject
@@ -498,8 +498,6 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
     with running_alone(tmp_path) as run, pytest.raises(UsageError, match="the run has no data"):
         list(next(iter(run)))
     model, optimizer = make_model()
-    with pytest.raises(HookError, match="averages parameters"):
-        ElasticRun(model, optimizer, hook=hooks.diloco(every=5))
     for wrong in ({"model": "m"}, {"optimizer": None}, {"data": DATA}):
         with pytest.raises(UsageTypeError, match=r"gw\.elastic\("):
             ElasticRun(**{"model": model, "optimizer": optimizer, **wrong})  # type: ignore[arg-type]
@@ -624,6 +622,44 @@ def test_the_gil_is_held() -> None:
     thread.join()
     times.append(time.monotonic())
     assert max(b - a for a, b in itertools.pairwise(times)) > 0.15
+
+
+def test_there_is_no_room_in_shared_memory_for_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", os.posix_fallocate)
+    with open(tmp_path / "file", "wb") as file:
+        inject("shm", 0.2, "here")
+        with pytest.raises(OSError, match="No space left"):
+            os.posix_fallocate(file.fileno(), 0, 4096)
+        time.sleep(0.2)  # the fault's own time
+        os.posix_fallocate(file.fileno(), 0, 4096)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_view_that_cannot_begin_is_tried_again_and_the_reason_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    """As when /dev/shm is full: no member has died, and a new view helps only once there is room."""
+    said: list[str] = []
+    monkeypatch.setattr("gradwire.elasticity.performer.warn_user", said.append)
+
+    class Full(Threads):
+        def build(self, view: View, me: str, records: RunRecords) -> ThreadGroup:
+            if view.epoch and (view.epoch < 8 or not room):
+                raise SharedMemoryFull("no room for 1 MiB.")
+            return super().build(view, me, records)
+
+    world = Full(tmp_path, fault=at("vote", "a", 4, replaced), min_ranks=2, patience=30.0 if room else 1.0)
+    for me in "ab":
+        world.start(me, 2)
+    world.join()
+    assert any(
+        "b: 5 views in a row have failed before they began, the last one because of Shared" in one for one in said
+    )
+    if room:
+        check(world, alone(1), dead={"a"})
+    else:
+        assert isinstance(error := world.errors["b"], TooFewMembers)
+        assert isinstance(error.__cause__, SharedMemoryFull)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,8 @@ class OuterOptimizer:
         self.optimizers = optimizers
         self.differ = saved is not None and self._differ_after(self.step)
         """Whether ranks may hold different parameters now."""
+        self.divisor: int | None = None
+        """How many ranks are in the averages, if not all: the others are at the anchor."""
         self._states = states
         self._stepped = False
         self._backwards = 0
@@ -124,19 +126,34 @@ class OuterOptimizer:
     @torch.no_grad()
     def optimizer_stepped(self) -> None:
         """The optimizer has made a step: have the outer steps that are due, in which every rank takes part."""
-        self._states.will_change(-1, partial(self._step_back, self.step, self.differ))
-        self._stepped = True
-        self._fresh = False
-        self.step += 1
+        due = self.count(self.step + 1)
         for piece in self._pieces:
             if piece.result is not None and piece.lands <= self.step:
                 self._settle(piece)
-        due = self.hook.due(self.step)
-        for piece in self._pieces:
-            if piece.fragment in due:
-                self._send(piece)
+        self.outer_step(due)
         if not self.hook.averages_gradients(self.step - 1) or due:
             self.differ = self._differ_after(self.step)
+
+    def count(self, step: int) -> tuple[int, ...]:
+        """The optimizer has made so many steps: the fragments that have an outer step after the last one."""
+        self._states.will_change(-1, partial(self._step_back, self.step, self.differ))
+        self._stepped = True
+        self._fresh = False
+        self.step = step
+        return self.hook.due(step)
+
+    @torch.no_grad()
+    def outer_step(self, fragments: Sequence[int] = (0,)) -> None:
+        """Have the outer steps of these fragments."""
+        for piece in self._pieces:
+            if piece.fragment in fragments:
+                self._send(piece)
+
+    @torch.no_grad()
+    def to_anchor(self) -> None:
+        """Have the parameters with which the round began, for a hook such as `diloco`."""
+        for piece in self._pieces:
+            piece.put(self._states.of(piece.spec).anchor)
 
     def step_or_abort(self) -> None:
         """`optimizer_stepped`; if it fails here, the other ranks must not wait."""
@@ -180,7 +197,7 @@ class OuterOptimizer:
         piece.rounds += 1
 
     def _turn(self, piece: _Piece) -> Turn:
-        return Turn(piece.spec, self.group.rank, self.group.size, piece.rounds, donated=True)
+        return Turn(piece.spec, self.group.rank, self.group.size, piece.rounds, donated=True, divisor=self.divisor)
 
     @torch.no_grad()
     def average(self) -> None:

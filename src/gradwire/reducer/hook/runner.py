@@ -179,9 +179,9 @@ class HookRunner:
 
         self.states, self.outer = load_together(saved, self.hook, self.group, device=device, build=build)
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """As `load_state_dict`, on this rank alone: for a copy of a model."""
-        self.states = from_dict(saved, self.hook, rank=self.group.rank)
+    def restore(self, saved: Mapping[str, Any], *, rank: int | None = None) -> None:
+        """As `load_state_dict`, on this rank alone, or as another `rank`: for a copy of a model."""
+        self.states = from_dict(saved, self.hook, rank=self.group.rank if rank is None else rank)
         self.outer = self._outer_optimizer(self.states, saved)
 
     def change_ranks(self, old_size: int, new_size: int, *, leavers: Iterable[Mapping[str, Any]] = ()) -> None:
