@@ -331,8 +331,8 @@ class Training:
     def enter(self, view: View, group: Group) -> None:
         self._close_stream()
         self._use_group(view, group)
-        self._bring_state(view)
         self.begun_from = self.begun_from if view.begins else []
+        self._bring_state(view)
         self._take_share()
         self.committed = view.step
         if self._streams(view):
