@@ -60,8 +60,10 @@ def elastic(job: Job) -> None:
     """`gw.elastic`."""
     import gradwire as gw
 
-    samples = torch.utils.data.TensorDataset(job.inputs, job.targets)
-    data = gw.Deal(samples, global_batch=GLOBAL_BATCH, slots=job.options["slots"])
+    def batch(samples: list[int]) -> tuple[Tensor, Tensor]:
+        return job.inputs[samples], job.targets[samples]
+
+    data = gw.Deal(range(_SAMPLES), global_batch=GLOBAL_BATCH, slots=job.options["slots"], collate_fn=batch)
     run = gw.elastic(job.model, job.optimizer, data=data)
     for step in run:
         for x, y in step:

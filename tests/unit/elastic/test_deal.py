@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections import Counter
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from gradwire.elasticity.deal import Deal, share_slots
+from gradwire.elasticity.deal import Deal, seed_generators, share_slots
 from gradwire.errors import UsageError, UsageTypeError
 
 
@@ -84,3 +85,12 @@ def test_many_members_change_at_once() -> None:
     after = share_slots(32, ["m0", "m5", "new", "more"], before)
     assert Counter(after) == {"m0": 8, "m5": 8, "new": 8, "more": 8}
     assert all(b == a for b, a in zip(before, after, strict=True) if b in ("m0", "m5"))
+
+
+def test_generators_are_seeded_as_by_torch_and_python() -> None:
+    seed_generators(2**62 + 5)
+    drawn = torch.rand(3), random.random()
+    torch.manual_seed(2**62 + 5)
+    random.seed(2**62 + 5)
+    assert torch.equal(drawn[0], torch.rand(3))
+    assert drawn[1] == random.random()
