@@ -1,10 +1,4 @@
-"""`Training`: a model, its optimizer and its data on one member, in steps that are committed or dropped.
-
-Note [A step that may be lost]
-A step changes gradients, the hook's states, buffers and random numbers before it is committed; parameters and the optimizer change
-at the commit alone. So when a step begins, the hook's states are forked and the buffers copied, and a step that is dropped has both
-as they were and no gradients. Random numbers need no copy: each slot of a step seeds them, so it is the same on any member, however
-often it is computed.
+"""`Training`: what one member of a run trains, in the views that it is in.
 
 Note [Divided by slots]
 Gradients of the slots are added up, on a member by autograd and over members by the hook, and divided by the number of slots,
@@ -14,51 +8,29 @@ on any member. So what a member owes counts the same with any number of members,
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradwire.elasticity import stream
 from gradwire.elasticity.deal import Deal, fixed_hash, share_slots
-from gradwire.elasticity.device_vote import mark, wait_for
 from gradwire.elasticity.machine import View
-from gradwire.elasticity.saved_states import SavedState
-from gradwire.elasticity.state import checksum, receive, send
+from gradwire.elasticity.state import receive, send
 from gradwire.elasticity.stream import Joining, Kept, Stream, donors
-from gradwire.errors import UsageError
+from gradwire.elasticity.training_steps import TrainingSteps
 from gradwire.groups.base import Group
-from gradwire.groups.threads_group import ThreadGroup
-from gradwire.hooks.base import CommHook, Trait
-from gradwire.parallel.divergence import DivergenceSchedule, digest
-from gradwire.parallel.replicate import replicate
-from gradwire.policies import Buckets, Buffers, Graph, NonFinite
+from gradwire.hooks.base import CommHook
+from gradwire.policies import Buckets, Graph
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import NO_OPERATION, Place
-from gradwire.reducer.checks.attached_optimizers import FoundInfOverride, allocates_momentum, can_skip_step
-from gradwire.reducer.hook.hook_states import StepFork
 
 _AT_ONCE = ("hook", "owners")
 """What a member needs of the state to take part in a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Averaged:
-    """A step whose commit is enqueued behind a vote of the device."""
-
-    fork: StepFork
-    gradients: list[Tensor | None]
-    buffers: dict[str, Tensor]
-    """As they were when it began."""
-    options: list[dict[str, Any]]
-    """Of the optimizer's groups, when it was enqueued."""
-
-
-class Training:
+class Training(TrainingSteps):
     """What one member of a run trains. Its `Performer` calls it, in the thread that trains."""
 
     retries = True
@@ -74,102 +46,20 @@ class Training:
         graph: Graph,
         buckets: Buckets | None,
     ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self._parameters = list(model.parameters())
-        self.data = data
-        self.update: Callable[[], object] = optimizer.step
-        """What a commit does with the averages."""
-        self.committed = 0
-        """How many steps are known to be committed."""
+        super().__init__(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
         self.slots: list[int] = []
         """Those that this member computes in the present view."""
-        self.registered: dict[str, Any] = {}
         self.entered: Callable[[View], object] = lambda view: None
         """Called when this member has entered a view."""
-        self.group: Group = ThreadGroup.world(1)[0]
-        self.replica = replicate(
-            model,
-            group=self.group,
-            hook=hook,
-            buckets=buckets or Buckets(from_start=True),
-            graph=graph,
-            buffers=Buffers.NEVER,
-            nonfinite=NonFinite.PASS,
-        )
-        self.replica.reducer.order.limits = None  # buckets depend on the model alone, so all members have the same
-        self.replica.divergence = DivergenceSchedule(None)
-        self.begun_from: list[SavedState] = []
-        """Until the first commit, what members saved in the run that this one continues, if the hook remembers."""
-        self._saved_owners: list[int] = []
-        """The ranks in that run that had the slots."""
         self.may_stream = True
         """Whether members may join while the others train."""
         self._stream: Stream | None = None
         self._room = stream.ROOM
-        self._retried = False
-        """Whether the last step was dropped, to be computed again."""
-        self._owners: tuple[str, ...] = ()
-        self._members: tuple[str, ...] = ()
-        self._fork: StepFork | None = None
-        self._behind: _Averaged | None = None
-        self._later: list[dict[str, Any]] = []
-        """Options of the optimizer that were set after the present step was enqueued behind a gate that was closed."""
-        self._buffers: dict[str, Tensor] = {}
-        self._reduced = 0
-        self._updating = False
-        self._step_hook = optimizer.register_step_pre_hook(self._before_update)
-
-    def open(self) -> None:
-        """See Note [A step that may be lost]."""
-        self._clear_gradients()
-        self.replica.reducer.iterations.number = self.opened  # in records, a step has the same number on all ranks
-        if self._behind is None:  # else when it is known whether the states are those of the last step
-            self._fork = self.replica.runner.states.fork()
-        self._reduced = self.replica.reducer.steps
-        self._buffers = self._copied_buffers()
-
-    @property
-    def gate(self) -> torch.device | None:
-        """The device that may vote: nothing but the optimizer depends on the vote, and it can be told by the device. Else None."""
-        device = self.replica.parameters[0].device
-        hooks = len(self.optimizer._optimizer_step_pre_hooks) > 1 or self.optimizer._optimizer_step_post_hooks
-        plain = self.update == self.optimizer.step and not (hooks or self.registered) and self.data is not None
-        ordered = device.type == "cuda" and self.replica.graph is Graph.ALL_USED and self.group.orders_streams(device)
-        skips = can_skip_step(self.optimizer) and not allocates_momentum(self.optimizer)
-        return device if plain and ordered and skips else None
-
-    def wait_for_averages(self, lost: Callable[[], bool]) -> None:
-        """Where operations only order streams, wait until the device has all averages."""
-        device = self.replica.parameters[0].device
-        if self.group.orders_streams(device):
-            wait_for(mark(device), lost, self.group.timeout, f"averages of step {self.opened} of {self.group}")
 
     @property
     def may_leave(self) -> bool:
         """Whether nothing of this member is lost if it leaves with a change of members that nobody has voted for."""
         return True
-
-    @property
-    def steps_committed(self) -> int:
-        """How many steps of the optimizer are known to be committed."""
-        return self.committed
-
-    @property
-    def opened(self) -> int:
-        """The number of the present step: one more than is committed while it is not known whether the last one was."""
-        return self.committed + (self._behind is not None)
-
-    @property
-    def averaged(self) -> int:
-        """How many times gradients were averaged in the step: once, when this member has the average of every bucket."""
-        return self.replica.reducer.steps - self._reduced
-
-    @property
-    def settings(self) -> list[float]:
-        """Numbers of the optimizer, such as its rate, which are equal on all members."""
-        groups = self.optimizer.param_groups
-        return [float(v) for group in groups for _, v in sorted(group.items()) if isinstance(v, int | float)]
 
     def facts(self, view: View, *, digests: bool) -> list[int]:
         """What must be equal on all members when they vote."""
@@ -179,118 +69,6 @@ class Training:
             fixed_hash(self.opened, view.epoch, hook, begun, self._owners, data, self.gate is None, *self.settings),
             self.digest if digests else 0,
         ]
-
-    @property
-    def digest(self) -> int:
-        """Of the bits of all parameters. On the CPU a checksum takes a quarter of the time or less."""
-        of = lambda p: checksum(p) if p.device.type == "cpu" else int(digest(p))  # noqa: E731
-        return fixed_hash(*((p.dtype, *p.shape, of(p)) for p in self.replica.parameters))
-
-    @property
-    def remembers(self) -> bool:
-        """Whether members may owe something to the average."""
-        return Trait.REMEMBERS in self.replica.runner.hook.traits
-
-    def _before_update(self, *_: object) -> None:
-        if self._in_step and not self._updating:
-            raise UsageError(
-                f"optimizer.step() in step {self.opened} of a run: it would change parameters before the members have voted. "
-                "Call commit() instead, which calls it, or the update= that you pass to gw.elastic."
-            )
-
-    @property
-    def _in_step(self) -> bool:
-        return (self._fork or self._behind) is not None
-
-    def commit(self) -> None:
-        behind, self._behind = self._behind, None
-        if (joining := self._joining) is not None and joining.lag:
-            averages = [None if p.grad is None else p.grad.to("cpu", copy=True) for p in self._parameters]
-            joining.keep((averages, self._copied_buffers()))
-        elif behind is None:
-            self._update()
-            self._use(self._later)
-        self.begun_from = []
-        fork = self._end() if behind is None else behind.fork
-        assert fork is not None
-        fork.commit()
-        if behind is not None:
-            self._fork = self.replica.runner.states.fork()  # of the step that has begun
-        self.replica.reducer.events.step(RecordKind.STEP_COMMITTED, self.committed)
-        self.committed += 1
-
-    def _update(self) -> None:
-        self._updating = True
-        try:
-            self.update()
-        finally:
-            self._updating = False
-
-    def commit_behind(self, closed: Tensor) -> None:
-        fork, self._fork = self._fork, None
-        assert fork is not None
-        self._behind = _Averaged(fork, [p.grad for p in self._parameters], self._buffers, self._options())
-        FoundInfOverride.add(self.optimizer, self, closed)
-        try:
-            self._update()
-        finally:
-            FoundInfOverride.restore(self.optimizer, self)
-        self.replica.reducer.abandon("the step has ended")
-        self.open()
-
-    def reopen(self) -> None:
-        behind, self._behind = self._behind, None
-        if behind is None:
-            return
-        self.replica.runner.driver.drain(self.group.timeout)
-        self.replica.reducer.abandon("the vote on the step before has failed")
-        self._restore_buffers()
-        self._fork, self._buffers, self._later = behind.fork, behind.buffers, self._options()
-        self._use(behind.options)
-        for parameter, gradient in zip(self._parameters, behind.gradients, strict=True):
-            parameter.grad = gradient
-
-    def _options(self) -> list[dict[str, Any]]:
-        groups = [{k: v for k, v in one.items() if k != "params"} for one in self.optimizer.param_groups]
-        return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in one.items()} for one in groups]
-
-    def _use(self, options: list[dict[str, Any]]) -> None:
-        for group, values in zip(self.optimizer.param_groups, options, strict=False):
-            group.update(values)
-
-    def drop(self) -> None:
-        self.replica.runner.driver.drain(self.group.timeout)
-        fork = self._end()
-        if fork is None:
-            return  # the step before was committed, and none has begun
-        fork.drop()
-        self._retried = True
-        self._restore_buffers()
-
-    def restart(self) -> None:
-        """What was computed since the step has begun does not count."""
-        self.drop()
-        self._retried = False
-        self.open()
-
-    def _copied_buffers(self) -> dict[str, Tensor]:
-        return {name: buffer.clone() for name, buffer in self.replica.state.named_buffers().items()}
-
-    def _restore_buffers(self) -> None:
-        with torch.no_grad():
-            for name, buffer in self.replica.state.named_buffers().items():
-                if name in self._buffers:
-                    buffer.copy_(self._buffers[name])
-
-    def _end(self) -> StepFork | None:
-        fork, self._fork, self._later = self._fork, None, []
-        self.replica.reducer.abandon("the step has ended")
-        self._clear_gradients()
-        return fork
-
-    def _clear_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
 
     def detach(self) -> None:
         """Leave the model and the optimizer as they were before."""
@@ -415,6 +193,13 @@ class Training:
             runner.weight = weight
         return waited
 
+    def _apply(self) -> None:
+        if (joining := self._joining) is not None and joining.lag:
+            averages = [None if p.grad is None else p.grad.to("cpu", copy=True) for p in self._parameters]
+            joining.keep((averages, self._copied_buffers()))
+        else:
+            super()._apply()
+
     def _repeat(self, kept: Kept, behind: int) -> None:
         """Commit a step that was kept."""
         (gradients, self._buffers), now = kept, self.committed
@@ -441,65 +226,3 @@ class Training:
             before.close()
             if before.joining is not None:
                 self._room = before.joining.next_room
-
-    def state_dict(self) -> dict[str, Any]:
-        model = self.model.state_dict()
-        return {
-            "committed": self.committed,
-            "model": model,
-            "versions": getattr(model, "_metadata", {}),
-            "optimizer": self.optimizer.state_dict(),
-            "registered": {name: one.state_dict() for name, one in self.registered.items()},
-            "hook": self.replica.runner.state_dict(),
-            "slots": [self._members.index(owner) for owner in self._owners],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["registered"].keys() != self.registered.keys():
-            known, named = (", ".join(sorted(names)) or "nothing" for names in (state["registered"], self.registered))
-            raise UsageError(
-                f"the state of a run with register= of {known}, and here it is of {named}: register the same."
-            )
-        model = OrderedDict(state["model"])
-        model._metadata = state["versions"]  # type: ignore[attr-defined]
-        self.model.load_state_dict(model)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self._load_as_saved(state["optimizer"]["state"], model)
-        for name, one in self.registered.items():
-            one.load_state_dict(state["registered"][name])
-        if "hook" in state:
-            self._load_hook(state["hook"])
-        self.committed = state["committed"]
-        self._saved_owners = state.get("slots", [])
-
-    def _load_hook(self, saved: Mapping[str, Any]) -> None:
-        self.replica.runner.restore(saved, rank=saved["rank"])  # also what that rank owes
-
-    def _load_as_saved(self, saved: Mapping[int, Mapping[str, Any]], model: Mapping[str, Tensor]) -> None:
-        """Tensors of the optimizer, of which torch makes no copies, and changes the dtype to that of the parameter."""
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-        for number, parameter in enumerate(parameters):
-            here, before = self.optimizer.state.get(parameter, {}), model.get(names[parameter])
-            same = before is not None and before.dtype == parameter.dtype
-            for key, value in saved.get(number, {}).items():
-                if isinstance(now := here.get(key), Tensor):
-                    here[key] = value.to(now.device, value.dtype if same else now.dtype, copy=True)
-
-    def _travelling(self) -> dict[str, Any]:
-        state, hook = self.state_dict(), self.replica.hook
-        saved = state["hook"]
-        mine = {"buffers": dict(self.model.named_buffers()), "owners": self._owners}  # also those that are not saved
-        return {**state, "hook": {**saved, "state": hook.shared(saved["state"]), "owed": {}}, **mine}
-
-    def _arrive(self, state: Mapping[str, Any]) -> None:
-        self._owners = state.get("owners", self._owners)
-        if "model" not in state:
-            return self._load_hook(state["hook"])
-        committed = self.committed
-        self.load_state_dict(state)
-        self.committed = committed
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(state["buffers"][name])
-        return None

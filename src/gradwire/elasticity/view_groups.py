@@ -39,7 +39,7 @@ class ViewGroups:
             why = "when one rank dies, mpirun ends all" if self._kinds[0].ranks is Ranks.MPI else "threads die together"
             raise UsageError(f"gw.elastic(kind={kind!r}): {why}. Choose shared_memory, hierarchical, gloo or nccl.")
         if self._kinds[0].needs_gpu:  # nobody but the member may abort what runs: see [Gate] in device_vote.py
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         self._timeout = timeout
         self._meeting_timeout = meeting_timeout
         self._options = options if self._kinds[0].shares_memory else {}

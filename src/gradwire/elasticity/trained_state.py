@@ -1,0 +1,131 @@
+"""`TrainedState`: a model, its optimizer, its hook's states and what else was registered, on one member: all that is saved, or sent
+to a member that joins."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.elasticity.deal import fixed_hash
+from gradwire.elasticity.state import checksum
+from gradwire.errors import UsageError
+from gradwire.groups.base import Group
+from gradwire.groups.threads_group import ThreadGroup
+from gradwire.hooks.base import CommHook, Trait
+from gradwire.parallel.divergence import DivergenceSchedule, digest
+from gradwire.parallel.replicate import replicate
+from gradwire.policies import Buckets, Buffers, Graph, NonFinite
+
+
+class TrainedState:
+    """What one member of a run trains."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        hook: CommHook | None,
+        graph: Graph,
+        buckets: Buckets | None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._parameters = list(model.parameters())
+        self.registered: dict[str, Any] = {}
+        self.committed = 0
+        """How many steps are known to be committed."""
+        self._members: tuple[str, ...] = ()
+        self._owners: tuple[str, ...] = ()
+        """Who computes which slot."""
+        self._saved_owners: list[int] = []
+        """The ranks that had the slots in the run that this one continues."""
+        self.group: Group = ThreadGroup.world(1)[0]
+        self.replica = replicate(
+            model,
+            group=self.group,
+            hook=hook,
+            buckets=buckets or Buckets(from_start=True),
+            graph=graph,
+            buffers=Buffers.NEVER,
+            nonfinite=NonFinite.PASS,
+        )
+        self.replica.reducer.order.limits = None  # buckets depend on the model alone, so all members have the same
+        self.replica.divergence = DivergenceSchedule(None)
+
+    @property
+    def digest(self) -> int:
+        """Of the bits of all parameters. On the CPU a checksum takes a quarter of the time or less."""
+        of = lambda p: checksum(p) if p.device.type == "cpu" else int(digest(p))  # noqa: E731
+        return fixed_hash(*((p.dtype, *p.shape, of(p)) for p in self.replica.parameters))
+
+    @property
+    def remembers(self) -> bool:
+        """Whether members may owe something to the average."""
+        return Trait.REMEMBERS in self.replica.runner.hook.traits
+
+    def state_dict(self) -> dict[str, Any]:
+        model = self.model.state_dict()
+        return {
+            "committed": self.committed,
+            "model": model,
+            "versions": getattr(model, "_metadata", {}),
+            "optimizer": self.optimizer.state_dict(),
+            "registered": {name: one.state_dict() for name, one in self.registered.items()},
+            "hook": self.replica.runner.state_dict(),
+            "slots": [self._members.index(owner) for owner in self._owners],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["registered"].keys() != self.registered.keys():
+            known, named = (", ".join(sorted(names)) or "nothing" for names in (state["registered"], self.registered))
+            raise UsageError(
+                f"the state of a run with register= of {known}, and here it is of {named}: register the same."
+            )
+        model = OrderedDict(state["model"])
+        model._metadata = state["versions"]  # type: ignore[attr-defined]
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._load_as_saved(state["optimizer"]["state"], model)
+        for name, one in self.registered.items():
+            one.load_state_dict(state["registered"][name])
+        if "hook" in state:
+            self._load_hook(state["hook"])
+        self.committed = state["committed"]
+        self._saved_owners = state.get("slots", [])
+
+    def _load_hook(self, saved: Mapping[str, Any]) -> None:
+        self.replica.runner.restore(saved, rank=saved["rank"])  # also what that rank owes
+
+    def _load_as_saved(self, saved: Mapping[int, Mapping[str, Any]], model: Mapping[str, Tensor]) -> None:
+        """Tensors of the optimizer, of which torch makes no copies, and changes the dtype to that of the parameter."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        for number, parameter in enumerate(parameters):
+            here, before = self.optimizer.state.get(parameter, {}), model.get(names[parameter])
+            same = before is not None and before.dtype == parameter.dtype
+            for key, value in saved.get(number, {}).items():
+                if isinstance(now := here.get(key), Tensor):
+                    here[key] = value.to(now.device, value.dtype if same else now.dtype, copy=True)
+
+    def _travelling(self) -> dict[str, Any]:
+        state, hook = self.state_dict(), self.replica.hook
+        saved = state["hook"]
+        mine = {"buffers": dict(self.model.named_buffers()), "owners": self._owners}  # also those that are not saved
+        return {**state, "hook": {**saved, "state": hook.shared(saved["state"]), "owed": {}}, **mine}
+
+    def _arrive(self, state: Mapping[str, Any]) -> None:
+        self._owners = state.get("owners", self._owners)
+        if "model" not in state:
+            return self._load_hook(state["hook"])
+        committed = self.committed
+        self.load_state_dict(state)
+        self.committed = committed
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(state["buffers"][name])
+        return None

@@ -1,0 +1,224 @@
+"""`TrainingSteps`: steps of one member that are committed or dropped.
+
+Note [A step that may be lost]
+A step changes gradients, the hook's states, buffers and random numbers before it is committed; parameters and the optimizer change
+at the commit alone. So when a step begins, the hook's states are forked and the buffers copied, and a step that is dropped has both
+as they were and no gradients. Random numbers need no copy: each slot of a step seeds them, so it is the same on any member, however
+often it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.elasticity.deal import Deal
+from gradwire.elasticity.device_vote import mark, wait_for
+from gradwire.elasticity.saved_states import SavedState
+from gradwire.elasticity.trained_state import TrainedState
+from gradwire.errors import UsageError
+from gradwire.hooks.base import CommHook
+from gradwire.policies import Buckets, Graph
+from gradwire.recorder.format import RecordKind
+from gradwire.reducer.checks.attached_optimizers import FoundInfOverride, allocates_momentum, can_skip_step
+from gradwire.reducer.hook.hook_states import StepFork
+
+
+@dataclass(frozen=True, slots=True)
+class _Averaged:
+    """A step whose commit is enqueued behind a vote of the device."""
+
+    fork: StepFork
+    gradients: list[Tensor | None]
+    buffers: dict[str, Tensor]
+    """As they were when it began."""
+    options: list[dict[str, Any]]
+    """Of the optimizer's groups, when it was enqueued."""
+
+
+class TrainingSteps(TrainedState):
+    """See Note [A step that may be lost]."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        hook: CommHook | None,
+        data: Deal | None,
+        graph: Graph,
+        buckets: Buckets | None,
+    ) -> None:
+        super().__init__(model, optimizer, hook=hook, graph=graph, buckets=buckets)
+        self.data = data
+        self.update: Callable[[], object] = optimizer.step
+        """What a commit does with the averages."""
+        self.begun_from: list[SavedState] = []
+        """Until the first commit, what members saved in the run that this one continues, if the hook remembers."""
+        self._retried = False
+        """Whether the last step was dropped, to be computed again."""
+        self._fork: StepFork | None = None
+        self._behind: _Averaged | None = None
+        self._later: list[dict[str, Any]] = []
+        """Options of the optimizer that were set after the present step was enqueued behind a gate that was closed."""
+        self._buffers: dict[str, Tensor] = {}
+        self._reduced = 0
+        self._updating = False
+        self._step_hook = optimizer.register_step_pre_hook(self._before_update)
+
+    def open(self) -> None:
+        """See Note [A step that may be lost]."""
+        self._clear_gradients()
+        self.replica.reducer.iterations.number = self.opened  # in records, a step has the same number on all ranks
+        if self._behind is None:  # else when it is known whether the states are those of the last step
+            self._fork = self.replica.runner.states.fork()
+        self._reduced = self.replica.reducer.steps
+        self._buffers = self._copied_buffers()
+
+    @property
+    def opened(self) -> int:
+        """The number of the present step: one more than is committed while it is not known whether the last one was."""
+        return self.committed + (self._behind is not None)
+
+    @property
+    def steps_committed(self) -> int:
+        """How many steps of the optimizer are known to be committed."""
+        return self.committed
+
+    @property
+    def averaged(self) -> int:
+        """How many times gradients were averaged in the step: once, when this member has the average of every bucket."""
+        return self.replica.reducer.steps - self._reduced
+
+    @property
+    def gate(self) -> torch.device | None:
+        """The device that may vote: nothing but the optimizer depends on the vote, and it can be told by the device. Else None."""
+        device, *others = {p.device for p in self.replica.parameters}
+        hooks = len(self.optimizer._optimizer_step_pre_hooks) > 1 or self.optimizer._optimizer_step_post_hooks
+        plain = self.update == self.optimizer.step and not (hooks or self.registered) and self.data is not None
+        ordered = (
+            device.type == "cuda"
+            and not others
+            and self.replica.graph is Graph.ALL_USED
+            and self.group.orders_streams(device)
+        )
+        skips = can_skip_step(self.optimizer) and not allocates_momentum(self.optimizer)
+        return device if plain and ordered and skips else None
+
+    def wait_for_averages(self, lost: Callable[[], bool]) -> None:
+        """Where operations only order streams, wait until the device has all averages."""
+        device = self.replica.parameters[0].device
+        if self.group.orders_streams(device):
+            wait_for(mark(device), lost, self.group.timeout, f"averages of step {self.opened} of {self.group}")
+
+    @property
+    def settings(self) -> list[float]:
+        """Numbers of the optimizer, such as its rate, which are equal on all members."""
+        groups = self.optimizer.param_groups
+        return [float(v) for group in groups for _, v in sorted(group.items()) if isinstance(v, int | float)]
+
+    @property
+    def _in_step(self) -> bool:
+        return (self._fork or self._behind) is not None
+
+    def _before_update(self, *_: object) -> None:
+        if self._in_step and not self._updating:
+            raise UsageError(
+                f"optimizer.step() in step {self.opened} of a run: it would change parameters before the members have voted. "
+                "Call commit() instead, which calls it, or the update= that you pass to gw.elastic."
+            )
+
+    def commit(self) -> None:
+        behind, self._behind = self._behind, None
+        if behind is None:
+            self._apply()
+            self._use(self._later)
+        self.begun_from = []
+        fork = self._end() if behind is None else behind.fork
+        assert fork is not None
+        fork.commit()
+        if behind is not None:
+            self._fork = self.replica.runner.states.fork()  # of the step that has begun
+        self.replica.reducer.events.step(RecordKind.STEP_COMMITTED, self.committed)
+        self.committed += 1
+
+    def _apply(self) -> None:
+        """The averages of a step that is committed."""
+        self._update()
+
+    def _update(self) -> None:
+        self._updating = True
+        try:
+            self.update()
+        finally:
+            self._updating = False
+
+    def commit_behind(self, closed: Tensor) -> None:
+        fork, self._fork = self._fork, None
+        assert fork is not None
+        self._behind = _Averaged(fork, [p.grad for p in self._parameters], self._buffers, self._options())
+        FoundInfOverride.add(self.optimizer, self, closed)
+        try:
+            self._update()
+        finally:
+            FoundInfOverride.restore(self.optimizer, self)
+        self.replica.reducer.abandon("the step has ended")
+        self.open()
+
+    def reopen(self) -> None:
+        behind, self._behind = self._behind, None
+        if behind is None:
+            return
+        self.replica.runner.driver.drain(self.group.timeout)
+        self.replica.reducer.abandon("the vote on the step before has failed")
+        self._restore_buffers()
+        self._fork, self._buffers, self._later = behind.fork, behind.buffers, self._options()
+        self._use(behind.options)
+        for parameter, gradient in zip(self._parameters, behind.gradients, strict=True):
+            parameter.grad = gradient
+
+    def drop(self) -> None:
+        self.replica.runner.driver.drain(self.group.timeout)
+        fork = self._end()
+        if fork is None:
+            return  # the step before was committed, and none has begun
+        fork.drop()
+        self._retried = True
+        self._restore_buffers()
+
+    def restart(self) -> None:
+        """What was computed since the step has begun does not count."""
+        self.drop()
+        self._retried = False
+        self.open()
+
+    def _end(self) -> StepFork | None:
+        fork, self._fork, self._later = self._fork, None, []
+        self.replica.reducer.abandon("the step has ended")
+        self._clear_gradients()
+        return fork
+
+    def _restore_buffers(self) -> None:
+        with torch.no_grad():
+            for name, buffer in self.replica.state.named_buffers().items():
+                if name in self._buffers:
+                    buffer.copy_(self._buffers[name])
+
+    def _copied_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self.replica.state.named_buffers().items()}
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _options(self) -> list[dict[str, Any]]:
+        groups = [{k: v for k, v in one.items() if k != "params"} for one in self.optimizer.param_groups]
+        return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in one.items()} for one in groups]
+
+    def _use(self, options: list[dict[str, Any]]) -> None:
+        for group, values in zip(self.optimizer.param_groups, options, strict=False):
+            group.update(values)
