@@ -13,94 +13,33 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from gradwire.elasticity import machine
 from gradwire.elasticity.device_vote import DeviceVote
+from gradwire.elasticity.host_vote import vote_of_hosts
 from gradwire.elasticity.quorum import Quorum
+from gradwire.elasticity.run_errors import diverged, nobody_has_the_state, pause_after, silent_members, too_few
 from gradwire.elasticity.run_records import RunRecords
+from gradwire.elasticity.trainer import Build, Limits, Trainer
 from gradwire.errors import (
     CollectiveMismatch,
     Evicted,
     GroupAborted,
     GroupError,
     HookError,
-    ReplicasDiverged,
     TooFewMembers,
     UsageError,
 )
 from gradwire.groups.base import Group
 from gradwire.groups.store.rendezvous import watching
-from gradwire.runtime.warnings import warn_user
 
-Build = Callable[[machine.View, str, RunRecords], Group]
-"""Makes the group of a view, for the member of this id: all members call it at the same time."""
 _CHANGE = "the members of the run change"
 _PAUSE = 0.02
-_FAILED = 5
-"""After how many views that failed before they began a member warns, and waits before it tries the next."""
 _LOOK = 0.5
 """Seconds for which one look at the hub waits for news."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """With how many members a run goes on."""
-
-    min_ranks: int = 1
-    max_ranks: int | None = None
-    starters: int = 0
-    """With how many it begins, less those that have died; 0 for a process that joins later."""
-    patience: float = 600.0
-    """Seconds for which a member waits for others."""
-    quorum: int = 0
-    """How many members are at the end of a round when the others end it early; 0 for all."""
-    grace: float = 0.0
-    """How many seconds they wait before."""
-
-
-class Trainer(Protocol):
-    """What is trained: called by the thread that trains, in the order that the protocol asks for."""
-
-    @property
-    def may_leave(self) -> bool:
-        """Whether nothing is lost if this member leaves with a change of members that nobody has voted for."""
-
-    def commit(self) -> None:
-        """Step the optimizer with the averages."""
-
-    def commit_behind(self, closed: Tensor) -> None:
-        """Step the optimizer unless this flag on the device is 1, and begin the next step. `commit` follows when it was not."""
-
-    def reopen(self) -> None:
-        """The gate was closed: have the averages again, and forget what was begun after them."""
-
-    def drop(self) -> None:
-        """Have everything as it was when the step began."""
-
-    def hand_over(self, leaving: bool) -> None:
-        """Some members leave: one that stays takes on what they owe. A collective of the old view."""
-
-    @property
-    def lag(self) -> int | None:
-        """How many steps this member is behind while it receives the state; None if it computes. See Note [Stream]."""
-
-    def begin_again(self) -> None:
-        """This member has caught up, and differs from the others: they are to wait until it has received their state."""
-
-    def abort(self) -> None:
-        """The group of the view is aborted: end what else communicates in it. Called by any thread; does not wait."""
-
-    def follow(self, view: machine.View) -> None:
-        """This view comes next, whether or not its group can be made: called for every view with this member, in order."""
-
-    def enter(self, view: machine.View, group: Group) -> None:
-        """Use this group; give the state to the fresh members of the view, or receive it."""
 
 
 class Performer:
@@ -124,7 +63,8 @@ class Performer:
         self._present: tuple[int, Group | None] = (-1, None)
         self._lobby: tuple[str, ...] = ()
         self._leaving = False
-        self._leave_voted = False
+        self._leave_voted = self._asks = False
+        """Whether the last vote asks for a leave; whether the thread that trains asks the hub itself."""
         self.change_voted = False
         """Whether the last vote of the device asks for a change of members: it comes after the next one, which hosts count."""
         self._facts: list[int] = []
@@ -169,7 +109,7 @@ class Performer:
             lobby = records.lobby(me, after=version, wait=_LOOK)
             version, view, here = lobby.version, lobby.view, ", ".join(lobby.here)
             if lobby.complete:
-                view = self._first_view(lobby.here, step)
+                view = records.first_view(self.member, lobby.here, step)
             if view is not None:
                 self._react(lambda member, view=view: member.look(machine.HubState({}, next=view)))  # type: ignore[misc]
             elif self._leaving or lobby.ended:
@@ -177,26 +117,13 @@ class Performer:
             elif lobby.begun and lobby.lost is None:
                 deadline = time.monotonic() + self._patience  # it may be needed later
             elif lobby.lost is not None:
-                raise self._nobody_has_the_state(lobby.lost)
+                raise nobody_has_the_state(self.member.me, lobby.lost)
             elif time.monotonic() > deadline:
                 raise TooFewMembers(
                     f"joining the run as {me}: no view with it in {self._patience:.3g} s. In the lobby: {here}. Look at the output "
                     "of the members, or raise patience=."
                 )
         self.settle()
-
-    def _nobody_has_the_state(self, last: machine.View) -> TooFewMembers:
-        return TooFewMembers(
-            f"joining the run as {self.member.me}: its last members, {', '.join(last.members)}, have all ended, or are stopped, "
-            f"and nobody has the state after step {last.step} or later. Begin again from a checkpoint: gw.elastic(state=...)."
-        )
-
-    def _first_view(self, here: Sequence[str], step: int) -> machine.View | None:
-        here = sorted(here, key=lambda one: (len(one), one))[: self.member.max_ranks]
-        if len(here) < self.member.min_ranks or here[0] != self.member.me:
-            return None
-        view = self._records.propose(machine.View(0, tuple(here), step, tuple(here[1:]), begins=True))
-        return view if self.member.me in view.members else None
 
     def lost(self) -> None:
         """The group has failed here."""
@@ -232,7 +159,7 @@ class Performer:
             self._pending, self.change_voted = None, vote.wants
             self._react(lambda member: member.resolved(passed=True, prepared=True))
         elif vote.complete:
-            raise self._diverged()
+            raise diverged(self.member)
         else:
             self.lost()
 
@@ -246,12 +173,19 @@ class Performer:
     def settle(self) -> None:
         """If the members change, wait until there is a view whose group works."""
         if not self.check_group():
-            return None  # one that freezes from here on has not waited for its pending vote
+            return  # one that freezes from here on has not waited for its pending vote
         self.resolve()
         if (vote := self._pending) is not None:
             self._pending = None
             self._trainer.reopen()
             self._react(lambda member: member.resolved(passed=False, prepared=vote.prepared))
+        self._asks = True
+        try:
+            self._change_members()
+        finally:
+            self._asks = False
+
+    def _change_members(self) -> None:
         published, version, failed, deadline = -2, -1, 0, time.monotonic() + self._patience
         while self.member.phase is machine.MemberPhase.FROZEN:
             epoch, hub, lobby = self.member.epoch, machine.HubState({}), None
@@ -267,38 +201,18 @@ class Performer:
             if lobby is not None and lobby.ended:
                 return self.come_too_late()
             if lobby is not None and lobby.lost is not None:
-                raise self._nobody_has_the_state(lobby.lost)
+                raise nobody_has_the_state(self.member.me, lobby.lost)
             todo = self._react(lambda member, hub=hub: member.look(hub))  # type: ignore[misc]
             if self.member.epoch != epoch and self.frozen:
                 failed += 1
-                self._pause_after(failed)
-            waits_for_joiners = not todo and not self._silent(hub)
+                pause_after(failed, self.member.me, self._failure, self._patience)
+            waits_for_joiners = not todo and not silent_members(self.member, hub)
             late = time.monotonic() > deadline or (self._leaving and waits_for_joiners)
             if late and self.member.phase is machine.MemberPhase.FROZEN:
                 self._react(lambda member, hub=hub: member.give_up(hub))  # type: ignore[misc]
-                raise self._too_few(hub) from self._failure
+                why = "until it was told to end" if self._leaving else f"for {self._patience:.3g} s"
+                raise too_few(self.member, hub, why) from self._failure
         return None
-
-    def _pause_after(self, failed: int) -> None:
-        """So many views in a row have failed before they began. A fault is over then; a lack of memory, say, is not."""
-        if failed == _FAILED:
-            warn_user(
-                f"{self.member.me}: {failed} views in a row have failed before they began, the last one because of "
-                f"{type(self._failure).__name__}: {self._failure} This is tried again for {self._patience:.3g} s."
-            )
-        time.sleep(min(1.0, _PAUSE * max(0, failed + 1 - _FAILED)))
-
-    def _too_few(self, hub: machine.HubState) -> TooFewMembers:
-        silent = self._silent(hub)
-        missing = f"waits for {', '.join(silent)}" if silent else f"fewer than {self.member.min_ranks} members are left"
-        until = "until it was told to end" if self._leaving else f"for {self._patience:.3g} s"
-        return TooFewMembers(
-            f"change of members after step {self.member.step} on {self.member.me}: {missing}, {until}. Let "
-            "processes join, or begin again from a checkpoint with fewer (min_ranks=)."
-        )
-
-    def _silent(self, hub: machine.HubState) -> list[str]:
-        return [one for one in self.view.members if one not in hub.standings and one not in hub.gone]
 
     def end(self) -> None:
         """Training has ended on all members."""
@@ -332,7 +246,7 @@ class Performer:
     def _watch(self) -> None:
         records, epoch, version = self._connect(), -2, -1
         while not self._closed.is_set():
-            if self.frozen:  # the thread that trains asks the hub
+            if self._asks:
                 self._closed.wait(_PAUSE)
                 continue
             if epoch != self.member.epoch:
@@ -396,13 +310,6 @@ class Performer:
         joins = bool(self._lobby) and len(self.view.members) < (self.member.max_ranks or len(self.view.members) + 1)
         return [int(joins or self._trainer.lag is not None), int(self.member.leaving or self._leaving)]
 
-    def _diverged(self) -> ReplicasDiverged:
-        return ReplicasDiverged(
-            f"vote on step {self.member.step} in view {self.view.epoch}: members differ in parameters, buckets, hook, data set, "
-            "update=, state=, or numbers of the optimizer, as those of a scheduler that is not stepped in update=, and this one is "
-            f"{self.member.me}. Nothing was committed. Begin again from the last checkpoint."
-        )
-
     def _cast(self, vote: DeviceVote) -> None:
         with self._lock:
             if self.member.computing:  # else the group may have been aborted already, and with it the averages
@@ -420,15 +327,10 @@ class Performer:
             return
         self.change_voted = False
         holds = self.member.holds
-        mine = [*self._wants, int(not holds), *(fact * holds for fact in self._facts)]
-        votes = torch.tensor(mine, dtype=torch.int64, device="cpu")
         try:
-            group.all_reduce(votes, label="vote")  # a sum costs the least, and hashes that differ do not add up
-            join, leave, behind, *totals = votes.tolist()
-            number = group.size - behind
-            agree = not any((all_ - number * mine) % 2**64 for all_, mine in zip(totals, self._facts, strict=True))
+            join, leave, behind, agree = vote_of_hosts(group, self._wants, self._facts, holds=holds)
             if holds and not agree:
-                raise self._diverged()
+                raise diverged(self.member)
         except GroupError as error:
             if isinstance(error, CollectiveMismatch):
                 raise
@@ -446,7 +348,7 @@ class Performer:
     def _enter(self, view: machine.View) -> None:
         self._trainer.follow(view)
         try:
-            with watching(self._meeting_ended):
+            with watching(lambda: GroupAborted(_CHANGE, reason=_CHANGE) if self.frozen else None):
                 group = self._build(view, self.member.me, self._records)
                 self._exchange(view.epoch, group)
                 self._lobby = ()
@@ -472,9 +374,6 @@ class Performer:
         self.left = "training has ended"
         with self._lock:
             self.member = self.member._replace(phase=machine.MemberPhase.OUT, holds=False)
-
-    def _meeting_ended(self) -> GroupError | None:
-        return GroupAborted(_CHANGE, reason=_CHANGE) if self.frozen else None
 
     def _exchange(self, epoch: int, group: Group | None) -> None:
         (_, old), self._present = self._present, (epoch, group)

@@ -20,10 +20,11 @@ from gradwire.collectives import barrier
 from gradwire.elasticity.deal import Deal, fixed_hash, seed_generators
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.outer import OuterTraining, end_round
-from gradwire.elasticity.performer import Build, Limits, Performer
+from gradwire.elasticity.performer import Performer
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.saved_states import Source, find_states
 from gradwire.elasticity.state import pack, save
+from gradwire.elasticity.trainer import Build, Limits
 from gradwire.elasticity.training import Training
 from gradwire.errors import CollectiveMismatch, GroupError, TooFewMembers, UsageError, UsageTypeError
 from gradwire.events import Handle

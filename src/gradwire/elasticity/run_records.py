@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradwire.elasticity.hub import HubClient, Records
-from gradwire.elasticity.machine import HubState, Standing, View
+from gradwire.elasticity.machine import HubState, Member, Standing, View
 
 
 class Lobby(NamedTuple):
@@ -52,6 +53,14 @@ class RunRecords:
 
     def publish(self, epoch: int, me: str, standing: Standing) -> None:
         self.hub.compare_set(f"standing/{epoch}/{me}", "", json.dumps(standing))
+
+    def first_view(self, member: Member, here: Sequence[str], step: int) -> View | None:
+        """The one with which a run begins, if this member is to begin it: it is the first of those that are here."""
+        here = sorted(here, key=lambda one: (len(one), one))[: member.max_ranks]
+        if len(here) < member.min_ranks or here[0] != member.me:
+            return None
+        view = self.propose(View(0, tuple(here), step, tuple(here[1:]), begins=True))
+        return view if member.me in view.members else None
 
     def propose(self, view: View) -> View:
         """Record the view, unless there is one of its epoch: returns that which is recorded."""

@@ -18,11 +18,11 @@ from torch import nn
 
 from gradwire.elasticity.deal import Deal
 from gradwire.elasticity.hub import HubClient, Records
-from gradwire.elasticity.performer import Limits
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.saved_states import Source
 from gradwire.elasticity.state import safetensors
+from gradwire.elasticity.trainer import Limits
 from gradwire.elasticity.view_groups import ViewGroups
 from gradwire.errors import UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT

@@ -25,11 +25,12 @@ import gradwire as gw
 from gradwire import hooks
 from gradwire.elasticity.hub import Records
 from gradwire.elasticity.machine import View
-from gradwire.elasticity.performer import Evicted, Limits, Performer, TooFewMembers
+from gradwire.elasticity.performer import Performer
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.state import load, pack, save, unpack
-from gradwire.errors import ReplicasDiverged, SharedMemoryFull, UsageError, UsageTypeError
+from gradwire.elasticity.trainer import Limits
+from gradwire.errors import Evicted, ReplicasDiverged, SharedMemoryFull, TooFewMembers, UsageError, UsageTypeError
 from gradwire.groups.threads_group import ThreadGroup
 from gradwire.policies import Graph
 from gradwire.testing.faults import KINDS, PLACES, Chaos, InjectedFault, inject
@@ -640,7 +641,7 @@ def test_a_view_that_cannot_begin_is_tried_again_and_the_reason_is_said(
 ) -> None:
     """As when /dev/shm is full: no member has died, and a new view helps only once there is room."""
     said: list[str] = []
-    monkeypatch.setattr("gradwire.elasticity.performer.warn_user", said.append)
+    monkeypatch.setattr("gradwire.elasticity.run_errors.warn_user", said.append)
 
     class Full(Threads):
         def build(self, view: View, me: str, records: RunRecords) -> ThreadGroup:

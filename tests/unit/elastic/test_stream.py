@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from gradwire import hooks
 from gradwire.elasticity import stream
 from gradwire.elasticity.deal import Deal
-from gradwire.elasticity.performer import TooFewMembers
 from gradwire.elasticity.run import ElasticRun
+from gradwire.errors import TooFewMembers
 from gradwire.policies import Graph
 from helpers import elastic_threads
 from helpers.elastic_threads import Killed, Threads, alone, check
