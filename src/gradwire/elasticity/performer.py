@@ -70,7 +70,7 @@ class Performer:
         self._facts: list[int] = []
         self._failure: GroupError | None = None
         """Why the last view that failed before it began did so."""
-        self._pending: DeviceVote | None = None
+        self.pending: DeviceVote | None = None
         """The vote of the device whose result is not known here yet. Meanwhile only the thread that trains publishes."""
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name=f"gradwire-members-{me}", daemon=True)
@@ -135,18 +135,13 @@ class Performer:
         self._facts = facts
         group = self._present[1]
         if device is not None and group is not None:
-            self._pending = DeviceVote(group, device, facts, self._wants)
+            self.pending = DeviceVote(group, device, facts, self._wants)
         self._react(machine.Member.averaged)
         self.settle()
 
-    @property
-    def pending(self) -> bool:
-        """Whether the result of a vote of the device is not known yet."""
-        return self._pending is not None
-
     def resolve(self) -> None:
         """Wait for the result of a vote of the device: the step is committed, or this member is frozen, and `settle` goes on."""
-        vote = self._pending
+        vote = self.pending
         if vote is None:
             return
         if not vote.ended:
@@ -156,7 +151,7 @@ class Performer:
                 self.lost()
                 vote.wait(self.check_group)
         if vote.passed:
-            self._pending, self.change_voted = None, vote.wants
+            self.pending, self.change_voted = None, vote.wants
             self._react(lambda member: member.resolved(passed=True, prepared=True))
         elif vote.complete:
             raise diverged(self.member)
@@ -175,8 +170,8 @@ class Performer:
         if not self.check_group():
             return  # one that freezes from here on has not waited for its pending vote
         self.resolve()
-        if (vote := self._pending) is not None:
-            self._pending = None
+        if (vote := self.pending) is not None:
+            self.pending = None
             self._trainer.reopen()
             self._react(lambda member: member.resolved(passed=False, prepared=vote.prepared))
         self._asks = True
@@ -262,7 +257,7 @@ class Performer:
                 if not member.computing or member.epoch != epoch:
                     continue
                 self.member, todo = member.lost(epoch) if hub.next is not None else member.look(hub)
-                publishes = self._pending is None
+                publishes = self.pending is None
             try:
                 for instruction in todo:
                     if publishes or not isinstance(instruction, machine.Publish):
@@ -276,7 +271,7 @@ class Performer:
             case machine.Abort(epoch):
                 here, group = self._present
                 if here == epoch and group is not None:
-                    if (vote := self._pending) is not None:
+                    if (vote := self.pending) is not None:
                         vote.clear()
                     group.abort(_CHANGE)
                     self._trainer.abort()
@@ -322,8 +317,8 @@ class Performer:
     def _vote(self, vote: machine.Vote) -> None:
         group = self._present[1]
         assert group is not None
-        if self._pending is not None:
-            self._cast(self._pending)
+        if self.pending is not None:
+            self._cast(self.pending)
             return
         self.change_voted = False
         holds = self.member.holds

@@ -7,28 +7,27 @@ step, or commits it after all, and the loop computes what comes next.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradwire.collectives import barrier
 from gradwire.elasticity.deal import Deal, fixed_hash, seed_generators
 from gradwire.elasticity.machine import View
-from gradwire.elasticity.outer import OuterTraining, end_round
+from gradwire.elasticity.outer import OuterTraining
 from gradwire.elasticity.performer import Performer
 from gradwire.elasticity.run_records import RunRecords
+from gradwire.elasticity.run_steps import RunSteps
 from gradwire.elasticity.saved_states import Source, find_states
-from gradwire.elasticity.state import pack, save
+from gradwire.elasticity.state import save
 from gradwire.elasticity.trainer import Build, Limits
 from gradwire.elasticity.training import Training
-from gradwire.errors import CollectiveMismatch, GroupError, TooFewMembers, UsageError, UsageTypeError
+from gradwire.errors import GroupError, UsageError, UsageTypeError
 from gradwire.events import Handle
-from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.periodic.base import OuterHook
 from gradwire.policies import Buckets, Graph
@@ -37,7 +36,7 @@ _END = 10.0
 """Seconds for which a member waits for the others when training has ended."""
 
 
-class ElasticRun:
+class ElasticRun(RunSteps):
     """One process in one run. Iterate over it: each iteration is one step, or the same one again if members were lost in it."""
 
     def __init__(
@@ -69,24 +68,13 @@ class ElasticRun:
                 "gw.elastic(graph=Graph.STATIC): members that join have not seen the graph that the others have learned. Choose "
                 "policies.Graph.ALL_USED or FIND_UNUSED."
             )
+        made = OuterTraining if isinstance(hook, OuterHook) else Training
+        super().__init__(made(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets))
         self.model = model
         self.optimizer = optimizer
         self.data = data
-        self.steps: int | None = None
-        """After how many steps the loop ends."""
-        self.check_every = 100
-        """After how many steps members compare their parameters."""
-        self.rescue: str | os.PathLike[str] | None = None
-        """Where the state is saved when too few members are left."""
-        made = OuterTraining if isinstance(hook, OuterHook) else Training
-        self.training: Training = made(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
         self.training.entered = self._entered
-        self.training.replica.reducer.iterations.survive = self._survive
-        self.training.replica.reducer.iterations.before_backward = self._resolve
-        self._performer: Performer | None = None
-        self.changed = 0
-        """How often members have changed outside of `commit`: a step that had begun then is over."""
-        self.finished = self._leaving = False
+        self.finished = False
         """Whether training has ended here, for whatever reason but that this process leaves."""
         self._listeners: list[Callable[[View], object]] = []
 
@@ -116,27 +104,6 @@ class ElasticRun:
             if not self._survive(error):
                 raise
         self.commit()
-
-    @property
-    def performer(self) -> Performer:
-        assert self._performer is not None, "start() comes first"
-        return self._performer
-
-    @property
-    def view(self) -> View:
-        """The members, in rank order, and since which step."""
-        return self.performer.view
-
-    @property
-    def group(self) -> Group:
-        """The group of the present view's members, but for those that receive the state. Another one replaces it when members
-        change."""
-        return self.training.computing
-
-    @property
-    def left(self) -> bool:
-        """Whether this process has left the run, or came when training had ended."""
-        return self._performer is not None and self._performer.left is not None
 
     def leave(self) -> None:
         """Leave after the present step: what this member owes goes to another one. May be called in a signal handler."""
@@ -247,67 +214,10 @@ class ElasticRun:
             self.training.open()
         return self.training.opened > number
 
-    def _vote(self, number: int) -> None:
-        performer = self.performer
-        checked = bool(self.check_every and number % self.check_every == 0)
-        due = number == self.view.step or self.training.streams or checked
-        by_hosts = due or performer.change_voted or number + 1 == self.steps
-        gate = None if by_hosts else self.training.gate
-        if not performer.frozen and self._share_buffers(wait=gate is None):
-            performer.vote(self.training.facts(self.view, digests=due), gate)
-        performer.settle()
-
-    def _end_round(self, *, now: bool = False) -> None:
-        if isinstance(self.training, OuterTraining):
-            end_round(self.training, self.performer, self._survive, now=now)
-
     def step(self) -> bool:
         """For a loop of your own: call it after `backward()`, in place of `optimizer.step()`. False: nothing was changed, because
         members were lost; compute the same batch again."""
         return self.commit()
-
-    @contextlib.contextmanager
-    def _rescuing(self) -> Iterator[None]:
-        try:
-            yield
-        except TooFewMembers as error:
-            if self.rescue is not None and self.performer.member.holds:
-                _rescue(self, error, self.rescue)
-            raise
-
-    def _survive(self, error: GroupError) -> bool:
-        if isinstance(error, CollectiveMismatch):
-            return False
-        self.performer.lost()
-        return True
-
-    def _resolve(self) -> None:
-        if self._performer is not None:
-            self._performer.resolve()
-
-    def _know(self) -> None:
-        """Wait until it is known whether the last step was committed."""
-        if self._performer is not None and self._performer.pending:
-            self._performer.resolve()
-            if self._performer.pending:  # it was not
-                with self._rescuing():
-                    self._performer.settle()
-                self.changed += 1
-                self.training.replica.sync = False  # of what is computed now, nothing counts: see `ElasticStep.commit`
-                if not self.left:
-                    self.training.open()
-
-    def _share_buffers(self, *, wait: bool) -> bool:
-        """All members have those of the first one at a commit. `wait`: until they and the averages are there."""
-        try:
-            self.training.replica.state.sync_buffers()
-            if wait:
-                self.training.wait_for_averages(self.performer.check_group)
-        except GroupError as error:
-            if not self._survive(error):
-                raise
-            return False
-        return True
 
     def register(self, **objects: Any) -> None:
         """Objects with `state_dict` and `load_state_dict` that belong to the run: they travel to members that join."""
@@ -328,15 +238,7 @@ class ElasticRun:
                 f"the state after step {self.training.opened}: in a round of {self.training.replica.hook!r} members differ. "
                 "Save it after the last step of a round, when run.committed > step.number."
             )
-        return self._state(self.group.rank, rescued=False)
-
-    def _state(self, rank: int, *, rescued: bool) -> dict[str, Any]:
-        training = self.training
-        digest = training.digest if training.opened == training.steps_committed else 0  # in a round members differ
-        saved = {"rank": rank, "size": self.group.size, "rescued": rescued, "digest": digest}
-        state, tensors = {**training.state_dict(), "saved": saved}, list[Tensor]()
-        model, rest = state.pop("model"), json.dumps(pack(state, tensors))
-        return {"model": model, "run": rest, "tensors": {str(number): one for number, one in enumerate(tensors)}}
+        return self.saved_state(self.group.rank, rescued=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `state_dict()` into a safetensors file, completely or not at all: pass it to `gw.elastic(state=path)`."""
@@ -395,20 +297,3 @@ def _refuse_after_start(performer: Performer | None, method: str, instead: str) 
         raise UsageError(
             f"{method}() of a run that has begun: the state of the others has been received. Pass {instead} to gw.elastic."
         )
-
-
-def _rescue(run: ElasticRun, error: TooFewMembers, path: str | os.PathLike[str]) -> None:
-    """Save the state, of a hook that remembers into a file for each rank."""
-    rank, path = run.view.members.index(run.performer.member.me), os.fspath(path)
-    file, given = path, repr(path)
-    if run.training.remembers:
-        file, given = f"{path}-{rank}", f"glob.glob({path + '-*'!r})"
-    try:
-        run._know()
-        save(run._state(rank, rescued=True), Path(file))
-    except Exception as why:
-        error.add_note(
-            f"The state after step {run.training.opened} could not be saved in {file}: {type(why).__name__}: {why}"
-        )
-    else:
-        error.add_note(f"The state after step {run.training.opened} is saved: gw.elastic(state={given}).")

@@ -25,6 +25,7 @@ from gradwire.policies import Buckets, Graph
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import NO_OPERATION, Place
+from gradwire.reducer.reducer import Reducer
 
 _AT_ONCE = ("hook", "owners")
 """What a member needs of the state to take part in a step."""
@@ -189,7 +190,7 @@ class Training(TrainingSteps):
         if not waited:
             runner, weight = self.replica.runner, self.replica.weight
             runner.weight = 0.0
-            self.replica.reducer.contribute_zeros()
+            _contribute_zeros(self.replica.reducer)
             runner.weight = weight
         return waited
 
@@ -226,3 +227,11 @@ class Training(TrainingSteps):
             before.close()
             if before.joining is not None:
                 self._room = before.joining.next_room
+
+
+def _contribute_zeros(reducer: Reducer) -> None:
+    """Take part in a step of other ranks, without gradients, and get the averages."""
+    reducer.prepare(range(len(reducer.parameters)), all_call=True)
+    reducer._launch(reducer.machine.nothing_arrived)
+    if reducer.machine.complete:
+        reducer.finish()

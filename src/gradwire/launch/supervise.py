@@ -251,15 +251,11 @@ class Supervisor:
             self._display.warn(watch.rank_ended(ending.rank))
         self._shutdown.ended(ending)
 
-    def _error(self, rank: int, suffix: str = MAIN) -> RankError | None:
-        """The exception that a rank has saved, with its time in seconds since the start."""
-        errors, member = self._run.errors, self._member(rank)
+    def _error(self, rank: int, suffix: str = MAIN, member: str = "") -> RankError | None:
+        """The exception that a rank has saved, with its time in seconds since the start. In an elastic run `member` is its id."""
+        errors = self._run.errors
         error = None if errors is None else RankError.load(errors, rank, suffix, member)
         return None if error is None else replace(error, time=error.time - self._began)
-
-    def _member(self, rank: int) -> str:
-        """In an elastic run, the id of its process."""
-        return ""
 
     def _check_output(self) -> None:
         """Stop the ranks if what they write cannot be shown."""

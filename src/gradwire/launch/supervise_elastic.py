@@ -33,6 +33,7 @@ from gradwire.launch.supervise import COMPANIONS, LaunchSpec, Supervisor
 from gradwire.observe.rings.views import ENDS
 from gradwire.observe.units import plural
 from gradwire.runtime.fault_record import FILE, record_fault
+from gradwire.runtime.rank_error import MAIN, RankError
 
 _PERIOD = 0.1
 """Seconds between two looks at the state of all processes."""
@@ -123,8 +124,8 @@ class ElasticSupervisor(Supervisor):
         except OSError as error:
             self._shutdown.lose(f"starting a process in place of rank {number}: {error.strerror}", self._now)
 
-    def _member(self, rank: int) -> str:
-        return self._members.places[rank].member
+    def _error(self, rank: int, suffix: str = MAIN, member: str = "") -> RankError | None:
+        return super()._error(rank, suffix, self._members.places[rank].member)
 
     def _end_of(self, ending: Ending) -> None:
         number = ending.rank

@@ -1,0 +1,142 @@
+"""`RunSteps`: how a run votes on its steps, or its rounds, and what it does when members are lost meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gradwire.elasticity.machine import View
+from gradwire.elasticity.outer import OuterTraining, end_round
+from gradwire.elasticity.performer import Performer
+from gradwire.elasticity.state import pack, save
+from gradwire.elasticity.training import Training
+from gradwire.errors import CollectiveMismatch, GroupError, TooFewMembers
+from gradwire.groups.base import Group
+
+
+class RunSteps:
+    """The steps of one process in one run."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.steps: int | None = None
+        """After how many steps the loop ends."""
+        self.check_every = 100
+        """After how many steps members compare their parameters."""
+        self.rescue: str | os.PathLike[str] | None = None
+        """Where the state is saved when too few members are left."""
+        self.changed = 0
+        """How often members have changed outside of `commit`: a step that had begun then is over."""
+        self._leaving = False
+        self._performer: Performer | None = None
+        training.replica.reducer.iterations.survive = self._survive
+        training.replica.reducer.iterations.before_backward = self._resolve
+
+    @property
+    def performer(self) -> Performer:
+        assert self._performer is not None, "start() comes first"
+        return self._performer
+
+    @property
+    def view(self) -> View:
+        """The members, in rank order, and since which step."""
+        return self.performer.view
+
+    @property
+    def group(self) -> Group:
+        """The group of the present view's members, but for those that receive the state. Another one replaces it when members
+        change."""
+        return self.training.computing
+
+    @property
+    def left(self) -> bool:
+        """Whether this process has left the run, or came when training had ended."""
+        return self._performer is not None and self._performer.left is not None
+
+    def _vote(self, number: int) -> None:
+        performer = self.performer
+        checked = bool(self.check_every and number % self.check_every == 0)
+        due = number == self.view.step or self.training.streams or checked
+        by_hosts = due or performer.change_voted or number + 1 == self.steps
+        gate = None if by_hosts else self.training.gate
+        if not performer.frozen and self._share_buffers(wait=gate is None):
+            performer.vote(self.training.facts(self.view, digests=due), gate)
+        performer.settle()
+
+    def _end_round(self, *, now: bool = False) -> None:
+        if isinstance(self.training, OuterTraining):
+            end_round(self.training, self.performer, self._survive, now=now)
+
+    @contextlib.contextmanager
+    def _rescuing(self) -> Iterator[None]:
+        try:
+            yield
+        except TooFewMembers as error:
+            if self.rescue is not None and self.performer.member.holds:
+                _rescue(self, error, self.rescue)
+            raise
+
+    def _survive(self, error: GroupError) -> bool:
+        if isinstance(error, CollectiveMismatch):
+            return False
+        self.performer.lost()
+        return True
+
+    def _resolve(self) -> None:
+        if self._performer is not None:
+            self._performer.resolve()
+
+    def _know(self) -> None:
+        """Wait until it is known whether the last step was committed."""
+        if self._performer is not None and self._performer.pending:
+            self._performer.resolve()
+            if self._performer.pending:  # it was not
+                with self._rescuing():
+                    self._performer.settle()
+                self.changed += 1
+                self.training.replica.sync = False  # of what is computed now, nothing counts: see `ElasticStep.commit`
+                if not self.left:
+                    self.training.open()
+
+    def _share_buffers(self, *, wait: bool) -> bool:
+        """All members have those of the first one at a commit. `wait`: until they and the averages are there."""
+        try:
+            self.training.replica.state.sync_buffers()
+            if wait:
+                self.training.wait_for_averages(self.performer.check_group)
+        except GroupError as error:
+            if not self._survive(error):
+                raise
+            return False
+        return True
+
+    def saved_state(self, rank: int, *, rescued: bool) -> dict[str, Any]:
+        training = self.training
+        digest = training.digest if training.opened == training.steps_committed else 0  # in a round members differ
+        saved = {"rank": rank, "size": self.group.size, "rescued": rescued, "digest": digest}
+        state, tensors = {**training.state_dict(), "saved": saved}, list[Tensor]()
+        model, rest = state.pop("model"), json.dumps(pack(state, tensors))
+        return {"model": model, "run": rest, "tensors": {str(number): one for number, one in enumerate(tensors)}}
+
+
+def _rescue(run: RunSteps, error: TooFewMembers, path: str | os.PathLike[str]) -> None:
+    """Save the state, of a hook that remembers into a file for each rank."""
+    rank, path = run.view.members.index(run.performer.member.me), os.fspath(path)
+    file, given = path, repr(path)
+    if run.training.remembers:
+        file, given = f"{path}-{rank}", f"glob.glob({path + '-*'!r})"
+    try:
+        run._know()
+        save(run.saved_state(rank, rescued=True), Path(file))
+    except Exception as why:
+        error.add_note(
+            f"The state after step {run.training.opened} could not be saved in {file}: {type(why).__name__}: {why}"
+        )
+    else:
+        error.add_note(f"The state after step {run.training.opened} is saved: gw.elastic(state={given}).")
