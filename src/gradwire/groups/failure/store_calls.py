@@ -35,7 +35,8 @@ def bounded(store: Any, timeout: float, who: object) -> Any:
     """`store` with calls that take at most `timeout`; unchanged if none of its calls waits for another process. Errors begin with
     `who`."""
     inner = innermost(store)
-    return store if isinstance(inner, HashStore) or getattr(inner, "answers", False) else _Bounded(store, timeout, who)
+    direct = isinstance(inner, HashStore) or getattr(type(inner), "has_no_host", False)
+    return store if direct else _Bounded(store, timeout, who)
 
 
 class _Bounded:
