@@ -100,7 +100,7 @@ class Training:
         self.replica.reducer.order.limits = None  # buckets depend on the model alone, so all members have the same
         self.replica.divergence = DivergenceSchedule(None)
         self.begun_from: list[SavedState] = []
-        """Until the first commit, what members saved in the run that this one continues, if the hook remembers."""
+        """Until the first commit, what members saved in the run that this one continues, if the hook remembers or has rounds."""
         self._saved_owners: list[int] = []
         """The ranks in that run that had the slots."""
         self.may_stream = True
