@@ -27,13 +27,14 @@ def launch() -> None:
     forked_python.launch(popen=subprocess.Popen)
 
 
-def train(folder: Path) -> None:
+def train(folder: Path, width: int) -> None:
     """A rank: trains until a file `last` says with which step to end, and writes a line for each step that it commits."""
     import torch
 
     torch.set_num_threads(1)
     torch.manual_seed(os.getpid())  # members have the parameters of the first one
-    model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    layers = [torch.nn.Linear(4, width), torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, 1)]
+    model = torch.nn.Sequential(*layers)
     points = torch.linspace(-1, 1, 64 * 4).view(64, 4)
     data = gw.Deal(torch.utils.data.TensorDataset(points, points.prod(1, keepdim=True)), global_batch=16, slots=8)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -46,7 +47,7 @@ def train(folder: Path) -> None:
             if step.commit():
                 bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
                 line = [time.monotonic(), os.environ["GRADWIRE_MEMBER"], run.committed, hashlib.sha1(bits).hexdigest(),
-                        len(run.view.members), type(run.group).__name__]  # fmt: skip
+                        run.group.size, type(run.group).__name__]  # fmt: skip
                 file.write(json.dumps(line) + "\n")
             if last.exists():
                 run.steps = int(last.read_text())
@@ -54,4 +55,4 @@ def train(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]))
+    train(Path(sys.argv[1]), int(sys.argv[2]))

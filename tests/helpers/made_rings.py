@@ -122,7 +122,7 @@ def made(number: int, time: int, kind: K, **fields: Any) -> Record:
 
 def write_ring(directory: Path, ring: Ring, *, capacity: int = 1024) -> Path:
     """A ring as a file."""
-    path = directory / f"rank-{ring.rank}.ring"
+    path = directory / f"rank-{ring.header.get('member') or ring.rank}.ring"
     recorder = FlightRecorder(path, header=ring.header, capacity=capacity)
     ops = ring.header["ops"]
     for r in ring.records:

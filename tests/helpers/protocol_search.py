@@ -9,6 +9,10 @@ carried out without the sender's knowledge, which is repeated. A member that die
 like one whose averages come late, so here they are sent at once; and one that is frozen and has not published yet is like one that
 is slow, so here it publishes at once. Records are set once, so one that looks at an old state of the hub is slow too. In the story
 of a violation, names may be exchanged between two events: see `alike`.
+
+Votes of the device (Note [Gate] in `device_vote.py`) have two actors. The host enqueues one, clears its row and aborts when the
+member freezes, and learns the result late. The device copies the row at any time after the averages are there, and steps at any
+time after all rows were copied, even after the abort; or it drains after the abort, and from then on it does nothing.
 """
 
 from __future__ import annotations
@@ -36,9 +40,22 @@ from gradwire.elasticity.machine import (
     View,
     Vote,
 )
+from gradwire.errors import InternalError
 
 History = tuple[View, ...]
 """Of each committed step, the view whose members averaged it."""
+
+
+class Ballot(NamedTuple):
+    """A vote of the device, enqueued by a host that does not know the result yet."""
+
+    armed: bool = True
+    """Whether the row is whole that the device will copy."""
+    copied: bool = False
+    """Whether the device has copied it whole."""
+    aborted: bool = False
+    passed: bool = False
+    """Whether the gate was open, so that the step is committed."""
 
 
 class Process(NamedTuple):
@@ -54,6 +71,7 @@ class Process(NamedTuple):
     kept: History = ()
     """The history of this view, of a member that does not hold the state."""
     hub: int = 0
+    ballot: Ballot | None = None
 
 
 class Hub(NamedTuple):
@@ -100,15 +118,25 @@ class Limits:
     views: int = 1
     """How many groups in succession may fail although all their members are alive."""
     min_ranks: int = 1
+    gated: int = 0
+    """On how many steps, from the first one, the device votes; hosts on the others."""
 
 
 class Search:
     """All worlds that can be reached. `kind` is the machine; `elects`: the first member is cut off, and has elected a
-    hub of its own."""
+    hub of its own. With votes of the device: `clears` the row before the abort, and `drains` the device before it publishes."""
 
-    def __init__(self, limits: Limits, *, kind: type[Member] = Member, elects: bool = False) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        kind: type[Member] = Member,
+        elects: bool = False,
+        clears: bool = True,
+        drains: bool = True,
+    ) -> None:
         self.limits = limits
-        self.elects = elects
+        self.elects, self.clears, self.drains = elects, clears, drains
         names = [f"r{i}" for i in range(limits.ranks)]
         first = View(0, tuple(names), 0)
         begun = [Process(kind(name, first, MemberPhase.OPEN, holds=True, min_ranks=limits.min_ranks)) for name in names]
@@ -140,7 +168,7 @@ class Search:
                         self.check(after)
                         at = world
                         queue.append(after)
-        except AssertionError as error:
+        except (AssertionError, InternalError) as error:
             story = [f"{error}"]
             while at is not None and came_from[at] is not None:
                 at, what = came_from[at]  # type: ignore[misc]
@@ -162,7 +190,9 @@ class Search:
             step = member.step
             done = {(kind, who) for v, s, kind, who in world.contributed if v == view and s == step}
             yield from self._computes(world, i, process)
-            for kind in ("average", "vote"):
+            if gated := self._by_device(view, step):
+                yield from self._gated(world, i, process, done)
+            for kind in () if gated else ("average", "vote"):
                 if (kind, me) in done and all((kind, m) in done for m in view.members):
                     # Perhaps late: the member may have frozen in the meantime.
                     if kind == "average":
@@ -178,6 +208,37 @@ class Search:
                 if reaction != (member, ()):
                     yield f"{me}: a vote of view {earlier.epoch} ends", self._react(world, i, process, reaction)
         yield from self._at_hub(world, i, process)
+
+    def _by_device(self, view: View, step: int) -> bool:
+        return step < self.limits.gated and not view.fresh
+
+    def _gated(self, world: World, i: int, process: Process, done: set[tuple[str, str]]) -> Iterator[tuple[str, World]]:
+        """What host and device do about a vote of the device. `done`: what was contributed to this step."""
+        member, ballot, me, step = process.member, process.ballot, process.member.me, process.member.step
+        assert member.view is not None
+        if ballot is None:
+            if member.averaged() != (member, ()):
+                yield f"{me}: enqueues the vote on step {step}", self._react(world, i, process, member.averaged())
+            return
+        averaged, voted = (all((kind, m) in done for m in member.view.members) for kind in ("average", "vote"))
+        if ballot.armed and averaged and not (ballot.copied or ballot.aborted):
+            copied = process._replace(averages=member.view, ballot=ballot._replace(copied=True))
+            after = contribute(put(world, i, copied), member.view, step, "vote", me)
+            yield f"{me}: the device copies the row of step {step}", after
+        if ballot.copied and voted and not ballot.passed:
+            assert process.averages is not None, f"the device of {me} commits {step} without averages"
+            stepped = process._replace(
+                history=(*process.history, process.averages), ballot=ballot._replace(passed=True)
+            )
+            yield f"{me}: the device commits step {step}", put(world, i, stepped)
+        if ballot.passed or ballot.aborted:
+            prepared = ballot.copied or ballot.armed  # what is whole is copied, with averages or without
+            member, todo = member.resolved(passed=ballot.passed, prepared=prepared)
+            if member.phase is MemberPhase.FROZEN:
+                todo += member.freeze()[1]
+            known = process._replace(averages=None if ballot.passed else process.averages, ballot=None)
+            todo = tuple(one for one in todo if not isinstance(one, Commit))  # the device has done that
+            yield f"{me}: the device is past the vote on step {step}", self._react(world, i, known, (member, todo))
 
     def _computes(self, world: World, i: int, process: Process) -> Iterator[tuple[str, World]]:
         member, view, me = process.member, process.member.view, process.member.me
@@ -212,6 +273,8 @@ class Search:
 
     def _at_hub(self, world: World, i: int, process: Process) -> Iterator[tuple[str, World]]:
         me, member, hub = process.member.me, process.member, world.hubs[process.hub]
+        if process.ballot is not None and not member.computing:
+            return  # it waits for the device
         if process.todo:
             if all(view.epoch != process.todo.view.epoch for view in hub.views):
                 world = put_hub(world, process.hub, hub._replace(views=(*hub.views, process.todo.view)))
@@ -227,7 +290,9 @@ class Search:
             if mine:
                 yield f"{me} joins", self._react(world, i, process, member.look(HubState({}, next=mine[-1])))
             return
-        reaction = member.look(hub.board(member.epoch))
+        board = hub.board(member.epoch)
+        late = process.ballot is not None and board.next is not None  # see `Performer._watch`
+        reaction = member.lost(member.epoch) if late else member.look(board)
         if reaction != (member, ()):
             yield f"{me} looks", self._react(world, i, process, reaction)
 
@@ -262,7 +327,9 @@ class Search:
         member, todo = reaction
         process = process._replace(member=member)
         for one in todo:
-            if isinstance(one, Vote):
+            if isinstance(one, Vote) and member.view is not None and self._by_device(member.view, one.step):
+                process = process._replace(ballot=Ballot())
+            elif isinstance(one, Vote):
                 view, me = member.view, member.me
                 assert view is not None
                 world = contribute(world, view, one.step, "vote", me)
@@ -276,6 +343,11 @@ class Search:
                 process = process._replace(averages=None, **{where: (*getattr(process, where), process.averages)})
             elif isinstance(one, Drop):
                 process = process._replace(averages=None)
+            elif isinstance(one, Abort) and process.ballot is not None:
+                armed = process.ballot.armed and not self.clears
+                process = process._replace(ballot=process.ballot._replace(armed=armed, aborted=True))
+            elif isinstance(one, Publish) and process.ballot is not None and self.drains:
+                continue
             elif isinstance(one, Publish):
                 hub = world.hubs[process.hub]
                 standing = one.epoch, member.me, one.standing
@@ -369,7 +441,7 @@ def alike(world: World) -> World:
         proposes = (
             (-1,) if p.todo is None else (p.todo.view.step, len(p.todo.view.members), m.me in p.todo.view.members)
         )
-        return (m.me[0], p.alive, m.phase.value, m.epoch, m.step, m.prepared, m.leaving, m.holds, len(p.history),
+        return (m.me[0], p.alive, m.phase.value, m.epoch, m.step, m.prepared, m.leaving, m.holds, len(p.history), p.ballot or (),
                 m.me in hub.gone, p.averages is None, standing, gave, proposes,
                 [m.me in view.members for view in hub.views])  # fmt: skip
 
@@ -390,7 +462,7 @@ def alike(world: World) -> World:
         averages = None if p.averages is None else renamed(p.averages)
         todo = None if p.todo is None else Propose(renamed(p.todo.view))
         history, kept = (tuple(map(renamed, some)) for some in (p.history, p.kept))
-        return Process(member, p.alive, history, averages, todo, kept)
+        return Process(member, p.alive, history, averages, todo, kept, ballot=p.ballot)
 
     def some(names: frozenset[str]) -> frozenset[str]:
         return frozenset(new[m] for m in names)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import statistics
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from gradwire.elasticity.leases import LEASE
 from gradwire.lab import Host, hosts, why_not
 from helpers import elastic_hosts
 from helpers.elastic_hosts import HUB, LAUNCH
-from helpers.waiting import wait_until
+from helpers.waiting import LIMIT, wait_until
 from helpers.warm_python import WarmProcess, WarmPython, on_host
 
 WHY_NOT = why_not(mbit=1)  # tc is needed, too
@@ -26,25 +27,34 @@ PORT = 29_779
 
 
 class ElasticHosts:
-    """A run with so many ranks on each host, and the hub on the last host."""
+    """A run with so many ranks on each host, and the hub on the last host. The model has a layer of this width."""
 
-    def __init__(self, machines: list[Host], ranks: Sequence[int], folder: Path, python: WarmPython) -> None:
+    def __init__(
+        self, machines: list[Host], ranks: Sequence[int], folder: Path, python: WarmPython, width: int = 16
+    ) -> None:
         *self.machines, self.hub_host = machines
-        self.size, self.folder, self.python = sum(ranks), folder, python
+        self.size, self.folder, self.python, self.width = sum(ranks), folder, python, width
+        self.most = self.size + len(self.machines) - len(ranks)
         self.address = f"{self.hub_host.address}:{PORT}"
         self.switch = self.hub_host.name.rpartition("-")[0]
         self._ip("link", "add", "elsewhere", "type", "bridge")
         self._ip("link", "set", "elsewhere", "up")
         self.start_hub()
         wait_until((folder / "hub.key").exists, "the hub has made the key")
-        begins = ["--elastic", f"1:{self.size}", "--hub", self.address]
-        self.launchers = []
-        for host, number in zip(self.machines, ranks, strict=True):
-            options = [*begins, "--nproc", str(number), "--key-file", str(folder / "hub.key")]
-            options += ["--run-dir", str(folder / host.name)]
-            self.launchers.append(self._start(host, LAUNCH, *options, elastic_hosts.__file__, str(folder)))
-            wait_until(lambda: self.commits() or self.launchers[0].poll() is not None, "training has begun")
-            begins = ["--join", self.address]
+        self.launchers: list[WarmProcess] = []
+        for host, number in zip(self.machines, ranks, strict=False):
+            self.launch(host, number)
+            wait_until(
+                lambda: self.commits() or self.launchers[0].poll() is not None, "training has begun", limit=120.0
+            )
+
+    def launch(self, host: Host, ranks: int) -> None:
+        """Begin the run with so many ranks on this host, or let them join."""
+        begins = ["--join", self.address] if self.launchers else ["--elastic", f"1:{self.most}", "--hub", self.address]
+        options = [*begins, "--nproc", str(ranks), "--key-file", str(self.folder / "hub.key")]
+        options += ["--run-dir", str(self.folder / host.name)]
+        program = elastic_hosts.__file__, str(self.folder), str(self.width)
+        self.launchers.append(self._start(host, LAUNCH, *options, *program))
 
     def start_hub(self) -> None:
         self.hub = self._start(self.hub_host, HUB, "--address", self.address, "--file", str(self.folder / "hub"))
@@ -95,7 +105,7 @@ class ElasticHosts:
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         return sorted(json.loads(line) for line in lines if line.endswith("\n"))
 
-    def wait_for(self, members: int, *, since: float = -math.inf) -> float:
+    def wait_for(self, members: int, *, since: float = -math.inf, limit: float = LIMIT) -> float:
         """Wait until so many members have committed a step after this time, in a view of their own; return when they had."""
 
         def times() -> list[float]:
@@ -103,13 +113,13 @@ class ElasticHosts:
             last = [line[0] for line in later if later and line[2] == later[-1][2]]
             return last if len(last) == members else []
 
-        wait_until(lambda: times(), f"{members} members train")
+        wait_until(lambda: times(), f"{members} members train", limit=limit)
         return min(line[0] for line in self.commits() if line[0] > since and line[4] == members)
 
-    def end(self) -> list[str]:
-        """End training; returns what the launchers wrote."""
+    def end(self, after: int = 50) -> list[str]:
+        """End training after so many steps; returns what the launchers wrote."""
         last = self.folder / "last.new"
-        last.write_text(str(self.commits()[-1][2] + 50))
+        last.write_text(str(self.commits()[-1][2] + after))
         last.rename(self.folder / "last")
         outputs = ["\n".join(launcher.communicate(60.0)) for launcher in self.launchers]
         assert [launcher.returncode for launcher in self.launchers] == [0] * len(outputs), outputs
@@ -125,11 +135,20 @@ class ElasticHosts:
 
 
 @contextmanager
-def running(ranks: Sequence[int], folder: Path, python: WarmPython) -> Iterator[ElasticHosts]:
-    with hosts(len(ranks) + 1) as machines:
-        run = ElasticHosts(machines, ranks, folder, python)
+def running(
+    ranks: Sequence[int],
+    folder: Path,
+    python: WarmPython,
+    *,
+    later: int = 0,
+    mbit: float | None = None,
+    width: int = 16,
+) -> Iterator[ElasticHosts]:
+    """A run, and so many hosts that may join."""
+    with hosts(len(ranks) + later + 1, mbit=mbit) as machines:
+        run = ElasticHosts(machines, ranks, folder, python, width)
         try:
-            run.wait_for(run.size)
+            run.wait_for(run.size, limit=LIMIT if mbit is None else 300.0)
             yield run
         finally:
             for process in (*run.launchers, run.hub):
@@ -206,3 +225,24 @@ def test_all_cuts_of_four_hosts_and_a_hub(lost: str, tmp_path: Path, warm_python
     assert "SIG" not in "".join(outputs)
     late = {cut: wait for cut, wait in waits.items() if wait > LEASE + 1.0}
     assert not late  # but on a busy machine
+
+
+@pytest.mark.acceptance
+def test_the_others_train_while_a_host_receives_130_mb(tmp_path: Path, warm_python: WarmPython) -> None:
+    """All hosts send 100 Mbit/s. Parameters and what AdamW has of them are three times 43 MB."""
+    with running((1, 1), tmp_path, warm_python, later=1, mbit=100, width=3280) as run:
+        first = run.commits()[-1][2]
+        wait_until(lambda: run.commits()[-1][2] >= first + 6, "some steps without a joiner", limit=300.0)
+        began = time.monotonic()
+        run.launch(run.machines[2], 1)
+        computes = run.wait_for(3, since=began, limit=300.0)
+        outputs = run.end(after=2)
+    run.check()
+    lines = [line for line in run.commits() if line[1].startswith(run.machines[0].name) and line[2] > first]
+    steps = [(after[0], after[0] - before[0]) for before, after in itertools.pairwise(lines)]
+    before = statistics.median(seconds for end, seconds in steps if end < began)
+    joining = [seconds for end, seconds in steps if began < end <= computes + before]
+    shown = ", ".join(f"{seconds:.2f}" for seconds in joining)
+    print(f"{before:.2f} s, and with a joiner {shown}; it computes after {computes - began:.1f} s", *outputs)
+    assert len(run.members([2])) == 1
+    assert max(joining) <= 2 * statistics.median(seconds for _, seconds in steps)

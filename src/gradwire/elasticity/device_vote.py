@@ -64,6 +64,7 @@ class DeviceVote:
         try:
             vote = build.all_gather_into_tensor(gathered[2:].view(-1), gathered[0].clone(), label="vote")
             self._group.submit(vote).wait()
+            gathered = gathered.clone()  # the host is to read what the gate has read, also if rows come late
             return (gathered[:, : self._facts] != gathered[1, : self._facts]).any().float()
         finally:
             self._kept.copy_(gathered, non_blocking=True)

@@ -186,10 +186,10 @@ class OuterTraining(Training):
         dealt = int(rows[here[0], 0])
         late = [rank for rank in ranks if rank not in here and rows[rank, 0] != dealt]
         self._absent = frozenset([*late, *(rank for rank in here if not rows[rank, 2])])
-        self._waiting = pairs(here, late) if group.rank not in late else []
+        self._waiting = pairs(view, here, late) if group.rank not in late else []
         if group.rank in late:
             self._own = None if group.rank in fresh else self.replica.runner.state_dict()
-            self._send_state(pairs(here, late))
+            self._send_state(pairs(view, here, late))
             self.ending, self._dealt, self.slots = True, dealt, []
 
     def _take_share(self) -> None:

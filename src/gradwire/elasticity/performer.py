@@ -20,7 +20,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradwire.collectives import ReduceOp
 from gradwire.elasticity import machine
 from gradwire.elasticity.device_vote import DeviceVote
 from gradwire.elasticity.quorum import Quorum
@@ -42,9 +41,7 @@ from gradwire.runtime.warnings import warn_user
 Build = Callable[[machine.View, str, RunRecords], Group]
 """Makes the group of a view, for the member of this id: all members call it at the same time."""
 _CHANGE = "the members of the run change"
-_NEUTRAL = 2**63 - 1
-"""The vote of a member that has not the state yet, on what all must have alike."""
-_PAUSE = 0.05
+_PAUSE = 0.02
 _FAILED = 5
 """After how many views that failed before they began a member warns, and waits before it tries the next."""
 _LOOK = 0.5
@@ -335,6 +332,9 @@ class Performer:
     def _watch(self) -> None:
         records, epoch, version = self._connect(), -2, -1
         while not self._closed.is_set():
+            if self.frozen:  # the thread that trains asks the hub
+                self._closed.wait(_PAUSE)
+                continue
             if epoch != self.member.epoch:
                 epoch, version = self.member.epoch, -1
             try:
@@ -392,10 +392,9 @@ class Performer:
 
     @property
     def _wants(self) -> list[int]:
-        """Whether this member wants others to join, 2 if nobody may while it is behind; and whether it wants to leave."""
+        """Whether this member wants others to join, or to compute itself; and whether it wants to leave."""
         joins = bool(self._lobby) and len(self.view.members) < (self.member.max_ranks or len(self.view.members) + 1)
-        mine = int(joins) if self._trainer.lag is None else 2 - self.member.holds
-        return [mine, int(self.member.leaving or self._leaving)]
+        return [int(joins or self._trainer.lag is not None), int(self.member.leaving or self._leaving)]
 
     def _diverged(self) -> ReplicasDiverged:
         return ReplicasDiverged(
@@ -420,14 +419,15 @@ class Performer:
             self._cast(self._pending)
             return
         self.change_voted = False
-        facts = [*self._facts, *(-fact for fact in self._facts)]
-        numbers = [*(-want for want in self._wants), *(facts if self.member.holds else [_NEUTRAL] * len(facts))]
-        votes = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        holds = self.member.holds
+        mine = [*self._wants, int(not holds), *(fact * holds for fact in self._facts)]
+        votes = torch.tensor(mine, dtype=torch.int64, device="cpu")
         try:
-            group.all_reduce(votes, op=ReduceOp.MIN, label="vote")
-            join, leave, *facts = votes.tolist()
-            half = len(facts) // 2
-            if any(low != -high for low, high in zip(facts[:half], facts[half:], strict=True)):
+            group.all_reduce(votes, label="vote")  # a sum costs the least, and hashes that differ do not add up
+            join, leave, behind, *totals = votes.tolist()
+            number = group.size - behind
+            agree = not any((all_ - number * mine) % 2**64 for all_, mine in zip(totals, self._facts, strict=True))
+            if holds and not agree:
                 raise self._diverged()
         except GroupError as error:
             if isinstance(error, CollectiveMismatch):
@@ -435,12 +435,11 @@ class Performer:
             self.lost()
             return
         self._leave_voted = bool(leave)
-        wrong = False
-        if not self.member.holds and self._trainer.lag == 0:
-            wrong = facts[:half] != self._facts
-            self._react(lambda member: (member, ()) if wrong else member.received())
-        self._react(lambda member: member.voted(vote.epoch, change=bool(join == -1 or leave)))
-        if wrong:
+        arrived = not holds and self._trainer.lag == 0
+        if arrived and agree:
+            self._react(machine.Member.received)
+        self._react(lambda member: member.voted(vote.epoch, change=bool((join and not behind) or leave)))
+        if arrived and not agree:
             self._trainer.begin_again()
             self.lost()
 

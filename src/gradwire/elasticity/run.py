@@ -109,7 +109,7 @@ class ElasticRun:
     def _catch_up(self) -> None:
         """A step of a member that receives the state: see Note [Stream] in `stream.py`."""
         try:
-            if self.training.catch_up(self.performer.check_group):
+            if self.training.catch_up(lambda: self.performer.check_group() or self._leaving):
                 self.performer.received()
         except GroupError as error:
             if not self._survive(error):
@@ -375,7 +375,7 @@ class ElasticStep:
 
     def commit(self) -> bool:
         """Vote, and step the optimizer when all members have all averages. If members were lost, there is another view when it
-        returns; False: the step is computed again in that one, in the next iteration."""
+        returns; False: the step is computed again in that one, in the next iteration. So it may be after True of the device."""
         self.ended, run = True, self._run
         if run.changed == self._changed:
             self.committed = run.commit()

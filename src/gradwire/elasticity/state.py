@@ -117,9 +117,9 @@ def _rows(value: Any) -> list[Tensor]:
     """A state as bytes: what it is made of, and each of its tensors."""
     tensors: list[Tensor] = []
     packed = pack(value, tensors)
-    rows = [t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    rows = list(map(_bytes_of, tensors))
     about = [
-        [str(t.dtype).removeprefix("torch."), list(t.shape), _checksum(row)]
+        [str(t.dtype).removeprefix("torch."), list(t.shape), checksum(row)]
         for t, row in zip(tensors, rows, strict=True)
     ]
     return [torch.frombuffer(bytearray(json.dumps([packed, about]).encode()), dtype=torch.uint8), *rows]
@@ -129,10 +129,10 @@ def _from_rows(head: Tensor, take: Callable[[int, int], Tensor]) -> tuple[Any, l
     """What `unpack` takes, from rows that `take` gives by number and length; or the number of a tensor whose bytes have changed."""
     packed, about = json.loads(bytes(head.numpy()))
     tensors: list[Tensor] = []
-    for number, (dtype, shape, checksum) in enumerate(about):
+    for number, (dtype, shape, before) in enumerate(about):
         like = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
         row = take(number, like.nbytes)
-        if _checksum(row) != checksum:
+        if checksum(row) != before:
             return number
         tensors.append(row.view(like.dtype).view(shape) if like.nbytes else like)
     return packed, tensors
@@ -177,5 +177,10 @@ def safetensors(module: str = "") -> Any:
         raise UsageError("Files of a run need safetensors: pip install 'gradwire[elastic]'.") from error
 
 
-def _checksum(row: Tensor) -> int:
-    return zlib.crc32(row.numpy().data)
+def checksum(t: Tensor) -> int:
+    """Of all bits, in the order of the shape."""
+    return zlib.crc32(_bytes_of(t).numpy().data)
+
+
+def _bytes_of(t: Tensor) -> Tensor:
+    return t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)

@@ -27,6 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from gradwire.elasticity.machine import View
+from gradwire.elasticity.run_records import launcher_of
 from gradwire.elasticity.state import copied, receive, send
 from gradwire.errors import GroupAborted, HookError
 from gradwire.groups.base import Group
@@ -38,24 +39,26 @@ LARGE = 2**22
 """Bytes of parameters from which on the others do not wait for a member that receives them."""
 ROOM = 16
 """How many averages a member keeps while it receives the state."""
-_AT_ONCE = 2
+_REPEATED = 2
 _PAUSE = 0.05
 _OVER = "the members of the run change"
 
 Kept = tuple[list[Tensor | None], dict[str, Tensor]]
-"""Of a committed step: the averages, and the buffers."""
+"""Of a committed step: the averages, on the CPU, and the buffers."""
 
 
 def donors(view: View) -> list[tuple[int, int]]:
     """(who gives, who receives), by rank."""
     ranks = range(len(view.members))
     fresh = [rank for rank in ranks if view.members[rank] in view.fresh]
-    return pairs([rank for rank in ranks if rank not in fresh], fresh)
+    return pairs(view, [rank for rank in ranks if rank not in fresh], fresh)
 
 
-def pairs(holders: Sequence[int], receivers: Sequence[int]) -> list[tuple[int, int]]:
-    """One holder for each that receives, in turns."""
-    return [(holders[number % len(holders)], rank) for number, rank in enumerate(receivers)]
+def pairs(view: View, holders: Sequence[int], receivers: Sequence[int]) -> list[tuple[int, int]]:
+    """A holder for each that receives, in turns: if there are some of the same host, one of them."""
+    host = {rank: launcher_of(view.members[rank]) for rank in (*holders, *receivers)}
+    near = ([one for one in holders if host[one] == host[rank]] or holders for rank in receivers)
+    return [(some[number % len(some)], rank) for number, (rank, some) in enumerate(zip(receivers, near, strict=True))]
 
 
 class _End:
@@ -100,7 +103,7 @@ class Joining:
 
     def __init__(self, end: _End, room: int) -> None:
         self.room = room
-        """How many averages it may keep."""
+        """How many averages it may keep; -1 if it cannot commit even one."""
         self._end = end
         self._kept: deque[Kept] = deque()
         self._loaded = self._repeated = False
@@ -118,7 +121,7 @@ class Joining:
 
     def fail(self, why: str) -> None:
         """It is not exact here to catch up."""
-        self.next_room = 0
+        self.next_room = -1
         text = f"update= cannot repeat here what the others have committed ({why})"
         warnings.warn(f"joining the run: {text}. They wait until this member has received their state.", stacklevel=2)
 
@@ -131,8 +134,8 @@ class Joining:
                 raise GroupAborted(_OVER, reason=_OVER)
         if not self._loaded and self._end.wait():
             load(self._end.result())
-            self._loaded = True
-        for _ in range(min(_AT_ONCE, len(self._kept)) if self._loaded else 0):
+            self._loaded, self._repeated = True, not self.room
+        for _ in range(min(_REPEATED, len(self._kept)) if self._loaded else 0):
             try:
                 commit(self._kept[0], len(self._kept))
             except Exception as error:
@@ -140,7 +143,7 @@ class Joining:
                 raise GroupAborted(_OVER, reason=_OVER) from error
             self._kept.popleft()
             self._repeated = True
-        return not self.room
+        return self.room < 0
 
 
 class Stream:
@@ -160,15 +163,15 @@ class Stream:
             self._ends.append(_End(group, pair, lambda channel, _: receive(channel, 0, paced=True)))
             self.joining = Joining(self._ends[0], room)
             return
-        mine = [pair for pair in pairs if pair[0] == me]
-        copy = copied(state()) if mine else None
-        for pair in mine:
-            self._ends.append(_End(group, pair, lambda channel, pause: send(channel, 1, copy, pause=pause)))
         computing = [rank for rank in range(group.size) if rank not in fresh]
         if len(computing) == 1:
             (self.group,) = ThreadGroup.world(1, timeout=group.timeout, name=group.name)
         else:
             self.group = group.subgroup(computing, name=f"{group.name}/computing")
+        mine = [pair for pair in pairs if pair[0] == me]
+        copy = copied(state()) if mine else None
+        for pair in mine:
+            self._ends.append(_End(group, pair, lambda channel, pause: send(channel, 1, copy, pause=pause)))
 
     def abort(self) -> None:
         """Members change. Never waits; may be called from any thread."""
@@ -179,7 +182,8 @@ class Stream:
 
     def close(self) -> None:
         """Nothing of this view is used any more."""
-        self.abort()
+        for end in self._ends:
+            end.abort()
         if self.joining is None:
             with suppress(HookError):
                 self.group.close(0.0)

@@ -28,7 +28,10 @@ from gradwire.runtime.fork_server import START_LIMIT, ask
 
 MODULES = ("torch",)
 """What the server imports."""
-ELASTIC = (*MODULES, "gradwire.elasticity.preloaded", "gradwire.observe.recording")
+ELASTIC = (
+    *(*MODULES, "encodings.idna", "gradwire.elasticity.preloaded", "gradwire.autograd.compiled.inductor_pass"),
+    *("gradwire.launch.elastic_entry", "gradwire.observe.recording"),
+)
 """What it imports for ranks that may be replaced, while others wait."""
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _CHUNK = 1 << 16

@@ -121,7 +121,7 @@ def _save_errors(directory: str, rank: int) -> Callable[..., None]:
     def save(error: BaseException, thread: str = "") -> None:
         if os.getpid() == pid:
             try:
-                RankError.of(error, rank, thread=thread).save(directory)
+                RankError.of(error, rank, thread=thread).save(directory, os.environ.get(MEMBER, ""))
             except Exception as failure:  # which must not hide `error`
                 warnings.warn(f"gradwire run: the error of this rank is not saved: {failure}", stacklevel=2)
 

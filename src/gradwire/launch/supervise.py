@@ -80,6 +80,8 @@ class Supervisor:
 
     _replaces = False
     """Whether further ranks are started later."""
+    _launcher = ""
+    """Its name in an elastic run."""
     _popen: Start = subprocess.Popen
     """Starts processes."""
 
@@ -182,7 +184,7 @@ class Supervisor:
             self._look()
         preload = self._run.preload
         cold = self._run.cold if preload is None else preload.reason or ""
-        how = replace(outcome(shutdown, self._now), cold=cold)
+        how = replace(outcome(shutdown, self._now), cold=cold, launcher=self._launcher)
         if self._run.directory is not None:
             save(self._run.directory, how)  # first: `gradwire top` reads it as soon as the ranks are gone
         self._display.end()
@@ -251,8 +253,13 @@ class Supervisor:
 
     def _error(self, rank: int, suffix: str = MAIN) -> RankError | None:
         """The exception that a rank has saved, with its time in seconds since the start."""
-        error = None if self._run.errors is None else RankError.load(self._run.errors, rank, suffix)
+        errors, member = self._run.errors, self._member(rank)
+        error = None if errors is None else RankError.load(errors, rank, suffix, member)
         return None if error is None else replace(error, time=error.time - self._began)
+
+    def _member(self, rank: int) -> str:
+        """In an elastic run, the id of its process."""
+        return ""
 
     def _check_output(self) -> None:
         """Stop the ranks if what they write cannot be shown."""

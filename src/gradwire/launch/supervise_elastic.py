@@ -33,7 +33,6 @@ from gradwire.launch.supervise import COMPANIONS, LaunchSpec, Supervisor
 from gradwire.observe.rings.views import ENDS
 from gradwire.observe.units import plural
 from gradwire.runtime.fault_record import FILE, record_fault
-from gradwire.runtime.rank_error import MAIN, THREAD
 
 _PERIOD = 0.1
 """Seconds between two looks at the state of all processes."""
@@ -71,7 +70,7 @@ class ElasticSupervisor(Supervisor):
     def __init__(self, run: LaunchSpec, plan: ElasticPlan) -> None:
         super().__init__(run)
         self._plan = plan
-        name = f"{socket.gethostname().partition('.')[0][:16]}-{secrets.token_hex(2)}"
+        self._launcher = name = f"{socket.gethostname().partition('.')[0][:16]}-{secrets.token_hex(2)}"
         ranks = len(run.environments) - plan.spares
         self._members = Replacement(name, ranks=ranks, spares=plan.spares, min_ranks=plan.min_ranks)
         self._undecided: dict[int, Ending] = {}
@@ -117,15 +116,15 @@ class ElasticSupervisor(Supervisor):
         if self._shutdown.has_begun or number not in self._shutdown.running:
             return
         place = self._members.places[number]
-        if self._run.errors is not None:
-            for suffix in (MAIN, THREAD):  # of the process before
-                (self._run.errors / f"rank-{number}{suffix}").unlink(missing_ok=True)
         mine = {MEMBER: place.member, **({STARTERS: str(starters)} if starters else {})}
         try:
             self._start_rank(number, {**self._run.environments[number], **mine})
             place.started = self._now
         except OSError as error:
             self._shutdown.lose(f"starting a process in place of rank {number}: {error.strerror}", self._now)
+
+    def _member(self, rank: int) -> str:
+        return self._members.places[rank].member
 
     def _end_of(self, ending: Ending) -> None:
         number = ending.rank

@@ -78,17 +78,17 @@ class RankError:
             thread,
         )
 
-    def save(self, directory: str | Path) -> None:
-        """Write it to `directory`. Of the exceptions that end threads, the first is kept."""
-        path = Path(directory, f"rank-{self.rank}{THREAD if self.thread else MAIN}")
+    def save(self, directory: str | Path, name: str = "") -> None:
+        """Write it to `directory`, for `name` or else the rank. Of the exceptions that end threads, the first is kept."""
+        path = Path(directory, f"rank-{name or self.rank}{THREAD if self.thread else MAIN}")
         if not (self.thread and os.path.lexists(path)):
             write_private(path, json.dumps(dataclasses.asdict(self)).encode())
 
     @classmethod
-    def load(cls, directory: str | Path, rank: int, suffix: str = MAIN) -> RankError | None:
+    def load(cls, directory: str | Path, rank: int, suffix: str = MAIN, name: str = "") -> RankError | None:
         """What `rank` has written, if it has, and if it can be read."""
         try:
-            saved = json.loads(read_private(Path(directory, f"rank-{rank}{suffix}")))
+            saved = json.loads(read_private(Path(directory, f"rank-{name or rank}{suffix}")))
             error = cls(**{**saved, "culprits": tuple(map(int, saved["culprits"]))})
             strings = (error.name, error.module, error.text, error.traceback, error.summary, error.thread)
             valid = error.rank == rank and all(isinstance(text, str) for text in strings)

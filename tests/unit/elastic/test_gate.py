@@ -67,6 +67,7 @@ def votes(monkeypatch: pytest.MonkeyPatch) -> list[DeviceVote]:
         try:
             return real(self)
         except GroupError:
+            self._kept[2:] = 0  # nor is what comes late read
             return torch.ones(())
 
     monkeypatch.setattr(DeviceVote, "cast", cast)

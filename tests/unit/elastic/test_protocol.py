@@ -36,6 +36,10 @@ from helpers.protocol_search import Limits, Search, Violation
         {"ranks": 1, "joiners": 1, "steps": 2, "crashes": 1, "leaves": 1},
         {"ranks": 1, "joiners": 2, "steps": 2, "crashes": 1},
         {"ranks": 2, "steps": 1, "crashes": 0, "cuts": 1},
+        {"ranks": 3, "steps": 2, "crashes": 3, "gated": 1},
+        {"ranks": 2, "joiners": 1, "steps": 2, "crashes": 1, "gated": 1},
+        {"ranks": 3, "steps": 2, "crashes": 1, "leaves": 1, "gated": 1},
+        {"ranks": 2, "steps": 1, "crashes": 0, "cuts": 1, "gated": 1},
     ],
     ids=str,
 )
@@ -92,8 +96,19 @@ class Receiving(Member):
         ({"kind": Staying}, {"leaves": 1, "min_ranks": 2}, "is stuck frozen"),
         ({"kind": Forgetful}, {"leaves": 1}, "leaves without step 0"),
         ({"kind": Receiving}, {"joiners": 1, "crashes": 1}, "holds the state: True"),
+        ({"clears": False}, {"crashes": 1, "gated": 1}, "commits 0 without averages"),
+        ({"drains": False}, {"ranks": 3, "crashes": 1, "gated": 1}, "is to commit 0, and is at 0"),
     ],
-    ids=["publishes and goes on", "elects a hub", "does not wait", "cannot leave", "leaves too early", "receives late"],
+    ids=[
+        "publishes and goes on",
+        "elects a hub",
+        "does not wait",
+        "cannot leave",
+        "leaves too early",
+        "receives late",
+        "aborts before it clears its row",
+        "publishes before the device is past the vote",
+    ],
 )
 def test_the_search_finds_mutants(mutant: dict[str, Any], limits: dict[str, int], found: str) -> None:
     with pytest.raises(Violation, match=found):

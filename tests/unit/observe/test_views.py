@@ -14,10 +14,10 @@ import pytest
 from gradwire.observe.hangs.hang_watch import HangWatch
 from gradwire.observe.report.findings import find
 from gradwire.observe.report.render import render_page, render_text
-from gradwire.observe.report.report_model import RunReport
-from gradwire.observe.rings.ring import Ring
+from gradwire.observe.report.report_model import RunReport, load_report
+from gradwire.observe.rings.ring import Ring, load_rings
 from gradwire.observe.rings.run_follower import RunFollower
-from gradwire.observe.rings.run_outcome import RankOutcome, RunOutcome
+from gradwire.observe.rings.run_outcome import RankOutcome, RunOutcome, save
 from gradwire.observe.rings.runs import clear_run
 from gradwire.observe.rings.views import read_faults
 from gradwire.observe.run_status import RunMonitor, stats_line
@@ -25,6 +25,7 @@ from gradwire.observe.trace import fault_events, trace_events
 from gradwire.recorder.format import RecordKind as K
 from gradwire.runtime.fault_record import FILE, record_fault
 from gradwire.runtime.host import clock_identity, process_start
+from gradwire.runtime.rank_error import RankError
 from helpers.made_rings import MS, STEP, made, made_ring, write_ring
 
 VIEWS = [("m-0", "m-1"), ("m-0",), ("m-0", "m-2")]
@@ -101,6 +102,20 @@ def test_the_status_shows_the_view_and_who_came_and_went(tmp_path: Path) -> None
     assert len(status.ranks) == 2
     assert status.view in stats_line(status)
     monitor.run.close()
+
+
+def test_launchers_that_record_in_one_directory_are_told_apart(tmp_path: Path) -> None:
+    for order, member in enumerate(["a-0", "a-1", "b-0", "b-1"]):
+        ring = made_ring(int(member[-1]), range(3), member=member, started_wall=order)
+        write_ring(tmp_path, ring)
+        RankError.of(ValueError(member), ring.rank).save(tmp_path, member)
+    assert [ring.header["member"] for ring in load_rings(tmp_path)[0]] == ["a-0", "a-1", "b-0", "b-1"]
+    save(tmp_path, RunOutcome("rank 1 failed", 1, None, (RankOutcome(1, 1, stopped=False),), time=1.0, launcher="b"))
+    report = load_report(tmp_path)
+    assert [(rank.rank, rank.member) for rank in report.ranks] == [(0, "b-0"), (1, "b-1"), (2, "a-0"), (3, "a-1")]
+    assert {rank: error.text for rank, error in report.errors.items()} == {0: "b-0", 1: "b-1", 2: "a-0", 3: "a-1"}
+    assert "ValueError: b-1" in find(report)[0].detail
+    assert all(len(row) == 4 for row in (report.phases, report.lateness))
 
 
 def test_a_report_of_a_run_that_went_well(tmp_path: Path) -> None:

@@ -32,8 +32,10 @@ def innermost(store: Any) -> Any:
 
 
 def bounded(store: Any, timeout: float, who: object) -> Any:
-    """`store` with calls that take at most `timeout`; unchanged if it is in this process. Errors begin with `who`."""
-    return store if isinstance(innermost(store), HashStore) else _Bounded(store, timeout, who)
+    """`store` with calls that take at most `timeout`; unchanged if none of its calls waits for another process. Errors begin with
+    `who`."""
+    inner = innermost(store)
+    return store if isinstance(inner, HashStore) or getattr(inner, "answers", False) else _Bounded(store, timeout, who)
 
 
 class _Bounded:

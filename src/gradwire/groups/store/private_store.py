@@ -55,6 +55,9 @@ class PrivateStore(Store):
     (b'value', 2, 3)
     """
 
+    answers = True
+    """No other process has to answer its calls, so they need no thread: see `bounded`."""
+
     def __init__(self, fd: int, *, keep: Any = None) -> None:
         """Owns `fd`. `keep` is kept alive while this store is open."""
         super().__init__()

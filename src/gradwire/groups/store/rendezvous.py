@@ -133,13 +133,12 @@ class Rendezvous:
 
     def _wait_for(self, keys: list[str], ranks: Sequence[int], timeout: float) -> None:
         def present(seconds: float) -> bool:
-            deadline, pause = time.monotonic() + seconds, 0.001
+            began = time.monotonic()
             while not self.store.check(keys):  # not store.wait(): a FileStore rounds timeouts up to a second
-                left = deadline - time.monotonic()
-                if left <= 0:
+                waited = time.monotonic() - began
+                if waited >= seconds:
                     return False
-                time.sleep(min(pause, left))
-                pause *= 2
+                time.sleep(min(max(0.001, waited / 10), seconds - waited))
             return True
 
         def late() -> GroupError | None:

@@ -15,7 +15,7 @@ from gradwire.recorder.format import RecordKind
 
 @dataclass(frozen=True, slots=True)
 class ElasticSummary:
-    """An elastic run. Ranks in the report are its processes, by the number at the end of their ids."""
+    """An elastic run. Ranks in the report are its processes, by the number at the end of their ids; a second launcher's follow."""
 
     views: list[tuple[RunView, str]]
     """And who came and went with each."""

@@ -20,7 +20,7 @@ from gradwire.observe.report.elastic_summary import summarize_views
 from gradwire.observe.report.rank_summary import RankSummary, total_traffic
 from gradwire.observe.rings.clocks import AlignedRings, Alignment, align
 from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, operations, ranks_apart
-from gradwire.observe.rings.ring import Ring, RingFile, nothing_recorded, read_ring
+from gradwire.observe.rings.ring import Ring, RingFile, nothing_recorded, ranks_of_launchers, read_ring
 from gradwire.observe.rings.run_outcome import RunOutcome
 from gradwire.observe.rings.run_outcome import load as load_outcome
 from gradwire.observe.rings.views import read_faults
@@ -252,19 +252,21 @@ def _timeline(
 
 def load_report(directory: Path) -> RunReport:
     """The report of the run that was recorded in `directory`, in whatever state its ranks are."""
-    good: list[tuple[int, Path]] = []
+    good: dict[Path, dict[str, Any]] = {}
     damaged: dict[str, str] = {}
     started = 0.0
     for path in directory.glob("rank-*.ring"):
         try:
             with RingFile(path) as ring:
-                good.append((int(ring.header["rank"]), path))
+                good[path] = ring.header
                 started = max(started, int(ring.header["started_wall"]) / 1e9)
         except (OSError, UsageError) as error:
             damaged[path.name] = f"left out: {error}"
     if not good:
         raise nothing_recorded(directory, *damaged.values())
-    rings: Iterable[Ring] = StoredRings(path for _, path in sorted(good))
+    outcome = load_outcome(directory, started=started)
+    ranks = ranks_of_launchers(good, "" if outcome is None else outcome.launcher)
+    rings: Iterable[Ring] = StoredRings(ranks)
     if len(good) == 1:
         rings = ranks_apart(list(rings))
     return RunReport(
@@ -272,17 +274,22 @@ def load_report(directory: Path) -> RunReport:
         directory=directory,
         hangs=saved_hangs(directory),
         damaged=damaged,
-        outcome=load_outcome(directory, started=started),
-        errors={rank: raised for rank, _ in good if (raised := RankError.load(directory, rank)) is not None},
+        outcome=outcome,
+        errors={n: raised for path, n in ranks.items() if (raised := _saved_error(directory, good[path])) is not None},
     )
+
+
+def _saved_error(directory: Path, header: Mapping[str, Any]) -> RankError | None:
+    return RankError.load(directory, int(header["rank"]), name=str(header.get("member", "")))
 
 
 class StoredRings(Iterable[Ring]):
     """Rings that are read each time that they are gone through: 64 ranks have 4 million records. A few of them are kept."""
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._paths = list(paths)
-        self._read = lru_cache(_KEPT_RINGS)(read_ring)
+    def __init__(self, ranks: Mapping[Path, int]) -> None:
+        """`ranks` are their numbers in the report."""
+        self._paths = sorted(ranks, key=lambda path: (ranks[path], path))
+        self._read = lru_cache(_KEPT_RINGS)(lambda path: read_ring(path).numbered(ranks[path]))
 
     def __iter__(self) -> Iterator[Ring]:
         return map(self._read, self._paths)

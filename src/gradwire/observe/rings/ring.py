@@ -10,7 +10,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -101,6 +101,10 @@ class Ring:
     def rank(self) -> int:
         """The rank in the world."""
         return int(self.header["rank"])
+
+    def numbered(self, rank: int) -> Ring:
+        """The same as that of another rank: see `ranks_of_launchers`."""
+        return replace(self, header={**self.header, "rank": rank})
 
     @property
     def pid(self) -> int:
@@ -299,7 +303,21 @@ def load_rings(directory: Path) -> tuple[list[Ring], dict[str, str]]:
             left_out[path.name] = f"left out: {error}"
     if not rings:
         raise nothing_recorded(directory, *left_out.values())
-    return sorted(rings, key=lambda ring: ring.rank), left_out
+    ranks = ranks_of_launchers({ring.path: ring.header for ring in rings})
+    return sorted((ring.numbered(ranks[ring.path]) for ring in rings), key=lambda ring: ring.rank), left_out
+
+
+def ranks_of_launchers(headers: Mapping[Path, Mapping[str, Any]], first: str = "") -> dict[Path, int]:
+    """By ring: its number in reports. Each launcher of an elastic run counts its processes from 0, so those of the others follow
+    those of the launcher `first`, or else of the one whose rank was the first to record."""
+    launchers: dict[str, list[Path]] = {}
+    for path in sorted(headers, key=lambda path: int(headers[path]["started_wall"])):
+        launchers.setdefault(str(headers[path].get("member", "")).rpartition("-")[0], []).append(path)
+    ranks: dict[Path, int] = {}
+    for launcher in sorted(launchers, key=lambda name: name != first):
+        shift = max(ranks.values(), default=-1) + 1
+        ranks |= {path: shift + int(headers[path]["rank"]) for path in launchers[launcher]}
+    return ranks
 
 
 def nothing_recorded(directory: str | os.PathLike[str], *reasons: str) -> UsageError:

@@ -41,6 +41,8 @@ class RunOutcome:
     """When it ended, in seconds since 1970."""
     cold: str = ""
     """Why each rank imported torch itself, instead of being forked from a process that had; empty if they were forked."""
+    launcher: str = ""
+    """In an elastic run, the one that has saved this: `ranks` are numbered as it numbers its processes."""
 
     def of(self, rank: int) -> RankOutcome | None:
         """How this rank has ended, if it has."""
