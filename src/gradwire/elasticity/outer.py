@@ -192,6 +192,20 @@ class OuterTraining(Training):
             self._send_state(pairs(view, here, late))
             self.ending, self._dealt, self.slots = True, dealt, []
 
+    def _take_share(self) -> None:
+        """Also the inner optimizer of the same rank, if there are as many. What is owed is divided by `_counted` as before."""
+        runner, (rank, size), step = self.replica.runner, (self.group.rank, self.group.size), self.opened
+        shares = [one.read() for one in self.begun_from[rank::size]]
+        if not shares:
+            return
+        own, *others = shares
+        runner.restore(own["hook"], rank=own["hook"]["rank"])
+        runner.change_ranks(1, 1, leavers=[one["hook"] for one in others])
+        self.outer.count(step)  # of one that sits the round out, its last
+        if len(self.begun_from) == size:
+            self.optimizer.load_state_dict(own["optimizer"])
+            self._load_as_saved(own["optimizer"]["state"], own["model"])
+
     def _deal(self, view: View) -> None:
         super()._take_slots(view)
         self._dealt = view.epoch
@@ -215,7 +229,6 @@ class OuterTraining(Training):
             state = {**state, "hook": {**own, "step": state["hook"]["step"]}}
         super()._arrive(state)
         self._counted = counted if own is not None else self._counted
-        self._take_share()
         self.outer.to_anchor()
         self.moved = False
 

@@ -249,7 +249,7 @@ class ElasticRun(RunSteps):
         _refuse_after_start(self._performer, "load_state_dict", "state=")
         states = find_states(state, remembers=self.training.remembers)
         self.training.load_state_dict(states[0].read())
-        self.training.begun_from = states if self.training.remembers else []
+        self.training.begun_from = states if self.training.remembers or not self.training.retries else []
 
 
 class ElasticStep:

@@ -58,7 +58,7 @@ class TrainingSteps(TrainedState):
         self.update: Callable[[], object] = optimizer.step
         """What a commit does with the averages."""
         self.begun_from: list[SavedState] = []
-        """Until the first commit, what members saved in the run that this one continues, if the hook remembers."""
+        """Until the first commit, what members saved in the run that this one continues, if the hook remembers or has rounds."""
         self._retried = False
         """Whether the last step was dropped, to be computed again."""
         self._fork: StepFork | None = None

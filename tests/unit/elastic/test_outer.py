@@ -17,7 +17,7 @@ from gradwire import hooks
 from gradwire.elasticity.outer import OuterTraining
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
-from gradwire.elasticity.state import load
+from gradwire.elasticity.state import save
 from gradwire.elasticity.trainer import Limits
 from gradwire.errors import HookError, TooFewMembers, UsageError
 from helpers.elastic_threads import STEPS, Killed, Threads, at, deal, make_model, replaced
@@ -25,6 +25,7 @@ from helpers.waiting import wait_until
 
 EVERY = 4
 DILOCO = hooks.diloco(every=EVERY, outer_lr=0.7, outer_momentum=0.5)
+SPARSE = hooks.sparse_loco(every=EVERY, k=2, chunk=64)
 
 
 class Rounds(Threads):
@@ -181,7 +182,7 @@ def test_survivors_that_have_the_average_commit_it(tmp_path: Path) -> None:
     assert world.counted[1] == {"a", "b", "c"}
 
 
-@pytest.mark.parametrize("hook", [DILOCO, hooks.sparse_loco(every=EVERY, k=2, chunk=64)])
+@pytest.mark.parametrize("hook", [DILOCO, SPARSE])
 def test_a_member_leaves_at_the_end_of_its_round(hook: Any, tmp_path: Path) -> None:
     owed: dict[str, Tensor] = {}
 
@@ -295,7 +296,7 @@ def test_a_state_within_a_round_is_that_of_one_member(tmp_path: Path) -> None:
 
     def load_first(me: str, run: ElasticRun) -> None:
         prepare(me, run)
-        run.load_state_dict(load(path))
+        run.load_state_dict(path)
 
     again.prepare = load_first  # type: ignore[method-assign]
     for me in "ac":
@@ -309,6 +310,35 @@ def test_a_state_within_a_round_is_that_of_one_member(tmp_path: Path) -> None:
     assert [*again.counted.values()] == [{"a"}, {"a", "c"}, {"a", "b"}]
     assert [step for step, _ in again.made["a"][1]] == [4, 5, 6, 7]
     assert all(torch.equal(value, again.results["c"][name]) for name, value in again.results["a"].items())
+
+
+@pytest.mark.parametrize("hook", [DILOCO, SPARSE])
+@pytest.mark.parametrize("step", [8, 6])
+def test_states_of_all_members_go_on_as_they_were(step: int, hook: Any, tmp_path: Path) -> None:
+    """Saved after a round, bit for bit. Rescued in one, with the progress of the first."""
+
+    def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
+        if place == "forward" and run.training.opened == step:
+            save(run._state(run.group.rank, rescued=step == 6), tmp_path / me)
+
+    world, again = Rounds(tmp_path / "first", hook, fault=fault), Rounds(tmp_path / "again", hook)
+    prepare = again.prepare
+
+    def load_all(me: str, run: ElasticRun) -> None:
+        prepare(me, run)
+        run.load_state_dict([tmp_path / "a", tmp_path / "b"])
+
+    again.prepare = load_all  # type: ignore[method-assign]
+    for one in (world, again):
+        for me in "ab":
+            one.start(me, 2)
+        one.join()
+        assert not one.errors
+    assert all(torch.equal(value, again.results["b"][name]) for name, value in again.results["a"].items())
+    if step == 8:
+        assert all(torch.equal(value, world.results["a"][name]) for name, value in again.results["a"].items())
+    else:
+        assert [*again.counted.values()] == [{"a"}, {"a", "b"}]
 
 
 @pytest.fixture
