@@ -62,7 +62,8 @@ class Performer:
         self._lock = threading.Lock()
         self._present: tuple[int, Group | None] = (-1, None)
         self._lobby: tuple[str, ...] = ()
-        self._leaving = False
+        self.leaving = False
+        """Whether this process has been told to leave."""
         self._leave_voted = self._asks = False
         """Whether the last vote asks for a leave; whether the thread that trains asks the hub itself."""
         self.change_voted = False
@@ -70,7 +71,7 @@ class Performer:
         self._facts: list[int] = []
         self._failure: GroupError | None = None
         """Why the last view that failed before it began did so."""
-        self.pending: DeviceVote | None = None
+        self._pending: DeviceVote | None = None
         """The vote of the device whose result is not known here yet. Meanwhile only the thread that trains publishes."""
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name=f"gradwire-members-{me}", daemon=True)
@@ -85,14 +86,9 @@ class Performer:
         """Whether the members change: what is computed now may be dropped."""
         return not self.member.computing
 
-    @property
-    def leaving(self) -> bool:
-        """Whether this process has been told to leave."""
-        return self._leaving
-
     def leave(self) -> None:
         """Leave after the next step. May be called in a signal handler."""
-        self._leaving = True
+        self.leaving = True
 
     def join(self, step: int) -> None:
         """Wait in the lobby until there is a view with this process. `step` is where a run begins of which it is the first."""
@@ -112,8 +108,8 @@ class Performer:
                 view = records.first_view(self.member, lobby.here, step)
             if view is not None:
                 self._react(lambda member, view=view: member.look(machine.HubState({}, next=view)))  # type: ignore[misc]
-            elif self._leaving or lobby.ended:
-                self._stop(machine.Stop("it has left" if self._leaving else "training has ended"))
+            elif self.leaving or lobby.ended:
+                self._stop(machine.Stop("it has left" if self.leaving else "training has ended"))
             elif lobby.begun and lobby.lost is None:
                 deadline = time.monotonic() + self._patience  # it may be needed later
             elif lobby.lost is not None:
@@ -135,13 +131,18 @@ class Performer:
         self._facts = facts
         group = self._present[1]
         if device is not None and group is not None:
-            self.pending = DeviceVote(group, device, facts, self._wants)
+            self._pending = DeviceVote(group, device, facts, self._wants)
         self._react(machine.Member.averaged)
         self.settle()
 
+    @property
+    def pending(self) -> bool:
+        """Whether the result of a vote of the device is not known yet."""
+        return self._pending is not None
+
     def resolve(self) -> None:
         """Wait for the result of a vote of the device: the step is committed, or this member is frozen, and `settle` goes on."""
-        vote = self.pending
+        vote = self._pending
         if vote is None:
             return
         if not vote.ended:
@@ -151,7 +152,7 @@ class Performer:
                 self.lost()
                 vote.wait(self.check_group)
         if vote.passed:
-            self.pending, self.change_voted = None, vote.wants
+            self._pending, self.change_voted = None, vote.wants
             self._react(lambda member: member.resolved(passed=True, prepared=True))
         elif vote.complete:
             raise diverged(self.member)
@@ -170,8 +171,8 @@ class Performer:
         if not self.check_group():
             return  # one that freezes from here on has not waited for its pending vote
         self.resolve()
-        if (vote := self.pending) is not None:
-            self.pending = None
+        if (vote := self._pending) is not None:
+            self._pending = None
             self._trainer.reopen()
             self._react(lambda member: member.resolved(passed=False, prepared=vote.prepared))
         self._asks = True
@@ -202,10 +203,10 @@ class Performer:
                 failed += 1
                 pause_after(failed, self.member.me, self._failure, self._patience)
             waits_for_joiners = not todo and not silent_members(self.member, hub)
-            late = time.monotonic() > deadline or (self._leaving and waits_for_joiners)
+            late = time.monotonic() > deadline or (self.leaving and waits_for_joiners)
             if late and self.member.phase is machine.MemberPhase.FROZEN:
                 self._react(lambda member, hub=hub: member.give_up(hub))  # type: ignore[misc]
-                why = "until it was told to end" if self._leaving else f"for {self._patience:.3g} s"
+                why = "until it was told to end" if self.leaving else f"for {self._patience:.3g} s"
                 raise too_few(self.member, hub, why) from self._failure
         return None
 
@@ -226,11 +227,7 @@ class Performer:
 
     def _react(self, event: Callable[[machine.Member], machine.Reaction]) -> tuple[machine.Instruction, ...]:
         with self._lock:
-            if self.member.computing:  # no standing says so yet
-                self.member = self.member._replace(leaving=False)
-            if self._leaving and self._trainer.may_leave:  # before a standing is published that says otherwise
-                self.member, _ = self.member.leave()
-            self.member, todo = event(self.member)
+            self.member, todo = event(_told(self.member, leave=self.leaving and self._trainer.may_leave))
         for instruction in todo:
             if not isinstance(
                 instruction, machine.Publish
@@ -256,8 +253,9 @@ class Performer:
                 member = self.member
                 if not member.computing or member.epoch != epoch:
                     continue
+                member = _told(member, leave=self.leaving and self._trainer.may_leave)
                 self.member, todo = member.lost(epoch) if hub.next is not None else member.look(hub)
-                publishes = self.pending is None
+                publishes = self._pending is None
             try:
                 for instruction in todo:
                     if publishes or not isinstance(instruction, machine.Publish):
@@ -271,7 +269,7 @@ class Performer:
             case machine.Abort(epoch):
                 here, group = self._present
                 if here == epoch and group is not None:
-                    if (vote := self.pending) is not None:
+                    if (vote := self._pending) is not None:
                         vote.clear()
                     group.abort(_CHANGE)
                     self._trainer.abort()
@@ -303,7 +301,7 @@ class Performer:
     def _wants(self) -> list[int]:
         """Whether this member wants others to join, or to compute itself; and whether it wants to leave."""
         joins = bool(self._lobby) and len(self.view.members) < (self.member.max_ranks or len(self.view.members) + 1)
-        return [int(joins or self._trainer.lag is not None), int(self.member.leaving or self._leaving)]
+        return [int(joins or self._trainer.lag is not None), int(self.member.leaving or self.leaving)]
 
     def _cast(self, vote: DeviceVote) -> None:
         with self._lock:
@@ -317,8 +315,8 @@ class Performer:
     def _vote(self, vote: machine.Vote) -> None:
         group = self._present[1]
         assert group is not None
-        if self.pending is not None:
-            self._cast(self.pending)
+        if self._pending is not None:
+            self._cast(self._pending)
             return
         self.change_voted = False
         holds = self.member.holds
@@ -380,7 +378,7 @@ class Performer:
         self.left = stop.why
         with self._lock:
             self.member = self.member._replace(phase=machine.MemberPhase.OUT)
-        if self.member.leaving or self._leaving:
+        if self.member.leaving or self.leaving:
             self._records.leave(self.member.me)
             if stop.last:
                 raise TooFewMembers(
@@ -388,3 +386,9 @@ class Performer:
                 )
         elif self.member.view is not None:
             raise Evicted(f"{self.member.me}: {stop.why}. Start it again: it joins with the state of the others.")
+
+
+def _told(member: machine.Member, *, leave: bool) -> machine.Member:
+    """Before a standing is published that says otherwise: whether it leaves. While it computes, none says so yet."""
+    member = member._replace(leaving=member.leaving and not member.computing)
+    return member.leave()[0] if leave else member

@@ -280,7 +280,7 @@ def test_hooks_of_the_optimizer_need_a_vote_of_hosts(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ThreadGroup, "orders_streams", lambda *_: True)
     model, optimizer = make_model(fused=True)
     training = Training(model, optimizer, hook=None, data=deal(), graph=Graph.ALL_USED, buckets=None)
-    training.replica.parameters = [SimpleNamespace(device=SimpleNamespace(type="cuda"))]  # type: ignore[list-item]
+    training.replica.parameters = [SimpleNamespace(device=torch.device("cuda"))]  # type: ignore[list-item]
     facts = training.facts(VIEW, digests=False)
     assert training.gate is not None
     optimizer.register_step_post_hook(lambda *_: None)

@@ -319,7 +319,7 @@ def test_states_of_all_members_go_on_as_they_were(step: int, hook: Any, tmp_path
 
     def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
         if place == "forward" and run.training.opened == step:
-            save(run._state(run.group.rank, rescued=step == 6), tmp_path / me)
+            save(run.saved_state(run.group.rank, rescued=step == 6), tmp_path / me)
 
     world, again = Rounds(tmp_path / "first", hook, fault=fault), Rounds(tmp_path / "again", hook)
     prepare = again.prepare
