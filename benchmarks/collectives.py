@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from benchmarks import collective_contenders as contenders
-from benchmarks import mpi, plot
+from benchmarks import collective_contenders as contenders, mpi, plot
 from benchmarks.collective_contenders import FLOAT32, GLOO, HEAP, MEMCPY, MPI, ORDINARY, Key, Race, run_race
 from benchmarks.machine import describe
 from benchmarks.result import Column, Figures, Result, fixed, size_words, time_words

@@ -36,8 +36,16 @@ from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.slowlink_contenders import CONTENDERS, Contender, Simulated, Wrapped, sent_over_link
 from benchmarks.world import RankContext
-from gradwire.cli.demo.model import ALPHABET, Corpus, Shape, Transformer, even_windows, random_windows, standard_library
-from gradwire.cli.demo.model import SIZES as DEMO_SIZES
+from gradwire.cli.demo.model import (
+    ALPHABET,
+    SIZES as DEMO_SIZES,
+    Corpus,
+    Shape,
+    Transformer,
+    even_windows,
+    random_windows,
+    standard_library,
+)
 
 SIZES: Mapping[str, Shape] = MappingProxyType(
     {

@@ -14,8 +14,7 @@ from gradwire.errors import NonFiniteGradient, ReplicasDiverged, UsageError
 from gradwire.groups import Group, ThreadGroup
 from gradwire.hooks import diloco
 from gradwire.launch.environment import CHECK_DIVERGENCE, NONFINITE, read_checks
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.policies import DefaultChecks, NonFinite
 from gradwire.testing import run_ranks
 from helpers.poisoned_model import Model, inputs

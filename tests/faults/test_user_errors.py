@@ -15,8 +15,7 @@ from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import GroupAborted
 from gradwire.groups import Group
 from gradwire.hooks import CommHook, Reduced, Reduction, Turn, mean
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.testing import run_ranks
 from helpers.backward_calls import fail_in_backward
 from helpers.comm_hooks import Scripted

@@ -20,8 +20,7 @@ from gradwire.parallel import DistributedDataParallel
 from gradwire.policies import NonFinite
 from gradwire.reducer.hook.cuda_graphs import CapturedReductions
 from gradwire.reducer.hook.driver import Driver
-from tests.unit.reducer.test_captured import HOOKS as ON_CPU
-from tests.unit.reducer.test_captured import Own
+from tests.unit.reducer.test_captured import HOOKS as ON_CPU, Own
 
 pytestmark = pytest.mark.gpu
 

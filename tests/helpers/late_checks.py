@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from gradwire.groups import Group
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import Replica
+from gradwire.parallel import DistributedDataParallel as DDP, Replica
 from gradwire.policies import NonFinite
 from gradwire.reducer.checks import late, nonfinite_search
 from helpers.poisoned_model import Model, inputs

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.observe.rings.ring import Record, Ring
-from gradwire.recorder.format import NO_PEER
-from gradwire.recorder.format import RecordKind as K
+from gradwire.recorder.format import NO_PEER, RecordKind as K
 from gradwire.recorder.writer import FlightRecorder, Place, RankInGroup
 from helpers.recorder_put import group_id_of
 

@@ -11,8 +11,7 @@ from gradwire.observe.stragglers.steps import COMPUTE, Phase, StepTimes
 from gradwire.recorder.format import RecordKind as K
 from gradwire.recorder.writer import FlightRecorder
 from gradwire.runtime.host import clock_identity, process_start
-from helpers.recorder_put import group_id_of
-from helpers.recorder_put import put as put_record
+from helpers.recorder_put import group_id_of, put as put_record
 
 MS = 1_000_000
 USUAL = {Phase.OPTIMIZER: 10 * MS, Phase.DATA: 30 * MS, Phase.FORWARD: 30 * MS, Phase.BACKWARD: 50 * MS}

@@ -9,8 +9,7 @@ import pytest
 from gradwire.errors import UsageError
 from gradwire.observe.rings.ring import read_ring
 from gradwire.recorder import writer
-from gradwire.recorder.format import HEADER as HEADER_FIELDS
-from gradwire.recorder.format import MAGIC, PAGE, RECORD, VERSION, RecordKind, names_path
+from gradwire.recorder.format import HEADER as HEADER_FIELDS, MAGIC, PAGE, RECORD, VERSION, RecordKind, names_path
 from gradwire.recorder.writer import FlightRecorder, Place, RankInGroup, within
 from helpers.recorder_put import put
 from helpers.threads import run_threads

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from gradwire.collectives import build
 from gradwire.collectives.aliasing import apart, is_plain
-from gradwire.collectives.compose import Lowering, compose, exchanges_bytes
-from gradwire.collectives.compose import Program as Program
+from gradwire.collectives.compose import Lowering, Program as Program, compose, exchanges_bytes
 from gradwire.collectives.op import Collective
 from gradwire.collectives.op_kinds import OpKind, ReduceOp
 from gradwire.collectives.reference import reduce_tensors, store, working_dtype, writes

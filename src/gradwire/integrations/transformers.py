@@ -19,8 +19,7 @@ from gradwire.parallel import DistributedDataParallel
 
 try:
     from accelerate.utils import DistributedDataParallelKwargs
-    from transformers import Trainer
-    from transformers import __version__ as transformers_version
+    from transformers import Trainer, __version__ as transformers_version
 
     from gradwire.integrations.accelerate import GradwireKwargs
 except ModuleNotFoundError as error:

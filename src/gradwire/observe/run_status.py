@@ -20,9 +20,7 @@ from gradwire.observe.rings.views import changed, read_faults
 from gradwire.observe.run_warnings import find_nonfinite, merge_warnings
 from gradwire.observe.stragglers.detect import StragglerWatch, describe, medians_of_others, ready_times, slow_ranks
 from gradwire.observe.stragglers.steps import Phase, StepTimes
-from gradwire.observe.units import milliseconds, plural
-from gradwire.observe.units import ranks as ranks_text
-from gradwire.observe.units import size as size_text
+from gradwire.observe.units import milliseconds, plural, ranks as ranks_text, size as size_text
 from gradwire.runtime.host import ProcessState
 
 _STEPS = 20

@@ -10,8 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies import ddp as lightning_ddp
+from lightning.pytorch.strategies import DDPStrategy, ddp as lightning_ddp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset

@@ -17,8 +17,7 @@ from gradwire.errors import GroupAborted, UsageError
 from gradwire.launch.run_script import python_command
 from gradwire.observe.rings.ring import read_ring
 from gradwire.recorder import writer
-from gradwire.recorder.format import EPOCH_SHIFT
-from gradwire.recorder.format import RecordKind as K
+from gradwire.recorder.format import EPOCH_SHIFT, RecordKind as K
 from gradwire.testing import run_ranks
 
 

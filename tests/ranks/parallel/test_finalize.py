@@ -14,8 +14,7 @@ from gradwire.groups import Group, ThreadGroup
 from gradwire.hooks.combinators.feedback import error_feedback
 from gradwire.hooks.compressors.sparse import top_k
 from gradwire.hooks.dense import chain
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.policies import BucketMemory, Buckets, Gradients
 from gradwire.testing import run_ranks
 from helpers.models import inputs

@@ -39,8 +39,7 @@ from gradwire.hooks import (
     top_k,
 )
 from gradwire.interop import as_torch_hook
-from gradwire.parallel import Balance, broadcast_coalesced, replicate
-from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.parallel import Balance, DistributedDataParallel as DDP, broadcast_coalesced, replicate
 from gradwire.policies import Divergence, NonFinite
 from gradwire.testing import run_ranks, simulate
 from helpers import models

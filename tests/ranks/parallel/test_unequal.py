@@ -26,8 +26,7 @@ from gradwire.hooks import (
     top_k,
 )
 from gradwire.hooks.dense import chain
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.parallel.module_state import UnequalReplicas
 from gradwire.testing import run_ranks
 from helpers.rank_tests import on_ranks

@@ -14,8 +14,7 @@ import torch
 from gradwire.errors import GroupError, UsageError
 from gradwire.groups import Group
 from gradwire.groups.mpi import MPIGroup
-from gradwire.testing import Leftovers, default_pool, run_ranks
-from gradwire.testing import mpi as mpirun
+from gradwire.testing import Leftovers, default_pool, mpi as mpirun, run_ranks
 from gradwire.testing.mpi import MPILaunch, MPIWorlds, default_worlds, missing
 from gradwire.testing.pool.process import Spawn
 from gradwire.testing.pool.protocol import Fate, GroupJob, RankResult

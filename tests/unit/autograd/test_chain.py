@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gradwire.autograd import HookChain, Kind
 from gradwire.errors import AutogradHookError, AutogradHookTypeError, UsageTypeError

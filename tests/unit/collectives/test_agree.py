@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gradwire.collectives import Collective, ReduceOp, Signature, build
 from gradwire.collectives.matching import comparable, disagreement, mismatch

@@ -9,8 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.utils.data import IterableDataset
 
 from gradwire.elasticity.deal import Deal, seed_generators, share_slots

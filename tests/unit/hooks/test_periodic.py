@@ -15,8 +15,7 @@ from gradwire.hooks import Turn, diloco, error_feedback, gossip, local_sgd, mean
 from gradwire.parallel import replicate
 from gradwire.reducer.hook.outer_optimizer import cut
 from gradwire.testing import check_hook, run_ranks, simulate, simulate_outer
-from helpers.buckets import bucket
-from helpers.buckets import gradients as parameters
+from helpers.buckets import bucket, gradients as parameters
 from helpers.outer_training import NET, flat, loss_on
 from helpers.through_file import through_file
 

@@ -1,7 +1,6 @@
 """Whole lines out of bytes that arrive in any pieces."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gradwire.launch import screen as lines
 from gradwire.launch.screen import LineBuffer

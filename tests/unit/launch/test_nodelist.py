@@ -4,8 +4,7 @@ import re
 from contextlib import suppress
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gradwire.errors import UsageError
 from gradwire.launch.world import first_host

@@ -3,8 +3,7 @@
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from gradwire.observe.rings.clocks import align, aligned, fit_line
 from gradwire.observe.rings.ring import message_key

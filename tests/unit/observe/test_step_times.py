@@ -3,8 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gradwire.observe.stragglers.steps import Phase, StepFolder, covered, step_times
 from gradwire.recorder.format import RecordKind as K

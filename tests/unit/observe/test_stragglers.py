@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gradwire.observe.stragglers.detect import WINDOW, describe, medians_of_others, slow_ranks, stragglers_over_time
 from gradwire.observe.stragglers.steps import COMPUTE, Phase

@@ -9,8 +9,7 @@ from torch import nn
 from gradwire.errors import CollectiveTimeout, GradwireError, UsageError
 from gradwire.events import CollectiveSubmitted
 from gradwire.groups import Group
-from gradwire.parallel import Balance, replicate
-from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.parallel import Balance, DistributedDataParallel as DDP, replicate
 from gradwire.testing import run_ranks
 from helpers.models import Counter, inputs, mlp
 from helpers.rank_tests import on_ranks

@@ -15,8 +15,7 @@ from gradwire import hooks
 from gradwire.collectives import Collective
 from gradwire.errors import GroupAborted, UsageError
 from gradwire.groups import Group, GroupWrapper, Work
-from gradwire.parallel import Balance, replicate
-from gradwire.parallel import DistributedDataParallel as DDP
+from gradwire.parallel import Balance, DistributedDataParallel as DDP, replicate
 from gradwire.parallel.balance import divide
 from gradwire.testing import run_ranks
 

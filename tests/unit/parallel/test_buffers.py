@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from gradwire.errors import UsageTypeError
 from gradwire.groups import Group, Recording
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import Replica, replicate
+from gradwire.parallel import DistributedDataParallel as DDP, Replica, replicate
 from gradwire.parallel.replica import ReplicaPolicies
 from gradwire.policies import Buffers
 from gradwire.testing import run_ranks

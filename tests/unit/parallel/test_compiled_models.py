@@ -24,8 +24,7 @@ from gradwire.autograd.compiled.op import _Listener
 from gradwire.events import BucketLaunched
 from gradwire.groups import Group
 from gradwire.hooks import CommHook, chain, error_feedback, mean, quantize
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.policies import Buckets
 from gradwire.reducer.buckets.layout import ParameterSpec, by_size
 from gradwire.testing import run_ranks

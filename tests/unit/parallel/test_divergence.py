@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from gradwire import DivergenceCheck
@@ -15,8 +14,7 @@ from gradwire.collectives import OpKind
 from gradwire.errors import NoDefaultGroup, ReplicasDiverged, UsageError, UsageTypeError
 from gradwire.groups import Group, Recording
 from gradwire.hooks import local_sgd
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.policies import Divergence
 from gradwire.testing import run_ranks
 from helpers.models import flip

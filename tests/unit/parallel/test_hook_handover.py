@@ -14,8 +14,7 @@ from gradwire.errors import HookError
 from gradwire.groups import Group
 from gradwire.hooks import CommHook, after, chain, error_feedback, every, mean, partition, power_sgd, quantize, top_k
 from gradwire.hooks.base import Trait
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.reducer.hook.hook_states import HookStates, from_dict, to_dict
 from gradwire.testing import run_ranks
 

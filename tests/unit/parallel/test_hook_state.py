@@ -16,8 +16,7 @@ from gradwire.groups import Group
 from gradwire.hooks import CommHook, Reduced, Reduction, Turn, chain, error_feedback, mean, streaming_diloco
 from gradwire.hooks.numerics.rng import generator
 from gradwire.interop import as_fsdp_hook, as_torch_hook
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.testing import run_ranks
 from helpers.buckets import TorchBucket
 from helpers.comm_hooks import CountsSteps, Scripted

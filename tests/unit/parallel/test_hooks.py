@@ -20,8 +20,7 @@ from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.errors import HookAlreadyRegistered, HookAnnotationError, HookError, UsageTypeError
 from gradwire.groups import Group, Recording, ThreadGroup
 from gradwire.hooks import BucketSpec, CommHook, GradBucket, Reduced, Reduction, Turn, cast, chain, mean
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.policies import Buckets, ScaleCheck
 from gradwire.testing import run_ranks
 from helpers.comm_hooks import CountsSteps, Scripted

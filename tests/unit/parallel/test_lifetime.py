@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradwire.groups import C10dGroup, Group, ThreadGroup
 from gradwire.hooks import CommHook, Reduction, Turn, cast, chain, mean
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.policies import Graph, ScaleCheck
 from helpers.futures import done
 from helpers.growth import STEPS, WARM, assert_nothing_grew, grown, small, steps

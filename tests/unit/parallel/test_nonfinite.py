@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor, nn
 
 from gradwire.collectives import ReduceOp, all_reduce
@@ -29,8 +28,7 @@ from gradwire.hooks import (
     quantize,
     top_k,
 )
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.policies import Buckets, Gradients, NonFinite
 from gradwire.reducer.checks import nonfinite_search
 from gradwire.testing import run_ranks

@@ -15,16 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from gradwire.collectives.finite import overflow_limit
 from gradwire.errors import NonFiniteGradient, Origin
 from gradwire.groups import Group, Recording, ThreadGroup
 from gradwire.hooks import BucketSpec, CommHook, Reduction, Turn, cast, chain, error_feedback, mean, top_k
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.policies import BucketMemory, Buckets, Gradients, NonFinite
 from gradwire.reducer.checks.late import LateCheck
 from gradwire.reducer.checks.nonfinite import NonFiniteChecked

@@ -7,8 +7,7 @@ import torch
 
 from gradwire.errors import GroupAborted, NonFiniteGradient
 from gradwire.groups import Group, ThreadGroup
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.policies import NonFinite
 from gradwire.testing import run_ranks
 from helpers.backward_calls import fail_in_backward

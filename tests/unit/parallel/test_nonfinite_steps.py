@@ -15,8 +15,7 @@ from gradwire import observe
 from gradwire.errors import NonFiniteGradient, Origin
 from gradwire.groups import Group
 from gradwire.hooks import CommHook, chain, dgc, diloco, error_feedback, every, mean, power_sgd, quantize, top_k
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.policies import NonFinite, ScaleCheck
 from gradwire.recorder.format import RecordKind
 from gradwire.testing import run_ranks

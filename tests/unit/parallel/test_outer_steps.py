@@ -15,8 +15,7 @@ from gradwire.errors import GroupAborted, HookError, UsageError, UsageTypeError
 from gradwire.groups import Group, HierarchicalGroup, Recording
 from gradwire.hooks import cast, chain, diloco, error_feedback, gossip, local_sgd, mean, streaming_diloco
 from gradwire.interop import as_torch_hook
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.policies import ScaleCheck
 from gradwire.testing import run_ranks
 from helpers.buckets import TorchBucket

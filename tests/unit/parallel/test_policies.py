@@ -11,8 +11,7 @@ from torch import nn
 
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups import Group
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.parallel.torch_arguments import buckets_policy, buffers_policy
 from gradwire.policies import Buckets, Buffers, Gradients, Graph, MiB, ScaleCheck
 

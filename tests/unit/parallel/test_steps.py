@@ -24,8 +24,7 @@ from gradwire.events import (
 )
 from gradwire.groups import Group, Recording
 from gradwire.hooks import weighted_mean
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import Replica, replicate
+from gradwire.parallel import DistributedDataParallel as DDP, Replica, replicate
 from gradwire.policies import Graph
 from gradwire.testing import run_ranks
 from helpers.models import inputs, mlp

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from gradwire.errors import GroupAborted, UsageError, UsageTypeError
 from gradwire.groups import Group, ThreadGroup
-from gradwire.parallel import DistributedDataParallel as DDP
-from gradwire.parallel import replicate
+from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from helpers.rank_tests import on_ranks
 
 

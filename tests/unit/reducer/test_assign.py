@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gradwire.errors import UsageError
 from gradwire.reducer import ParameterSpec

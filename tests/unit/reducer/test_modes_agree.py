@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

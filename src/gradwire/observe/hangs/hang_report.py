@@ -14,8 +14,7 @@ from gradwire.observe.hangs.analysis import Cause, LongWait, Stall, Suspect
 from gradwire.observe.hangs.stacks import Frame
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import Record
-from gradwire.observe.units import elapsed
-from gradwire.observe.units import ranks as ranks_text
+from gradwire.observe.units import elapsed, ranks as ranks_text
 from gradwire.recorder.format import RecordKind
 from gradwire.runtime.host import ProcessState
 

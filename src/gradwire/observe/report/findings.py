@@ -16,8 +16,7 @@ from gradwire.observe.rings.run_outcome import RankOutcome
 from gradwire.observe.run_warnings import fold_repeated, merge_warnings
 from gradwire.observe.stragglers.detect import of_same_steps
 from gradwire.observe.stragglers.steps import Phase
-from gradwire.observe.units import duration
-from gradwire.observe.units import ranks as ranks_text
+from gradwire.observe.units import duration, ranks as ranks_text
 from gradwire.runtime.host import ProcessState
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})

@@ -21,8 +21,7 @@ from gradwire.observe.report.rank_summary import RankSummary, total_traffic
 from gradwire.observe.rings.clocks import AlignedRings, Alignment, align
 from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, operations, ranks_apart
 from gradwire.observe.rings.ring import Ring, RingFile, nothing_recorded, ranks_of_launchers, read_ring
-from gradwire.observe.rings.run_outcome import RunOutcome
-from gradwire.observe.rings.run_outcome import load as load_outcome
+from gradwire.observe.rings.run_outcome import RunOutcome, load as load_outcome
 from gradwire.observe.rings.views import read_faults
 from gradwire.observe.run_warnings import FirstNonFinite, find_nonfinite
 from gradwire.observe.stragglers.detect import ready_times, stragglers_over_time

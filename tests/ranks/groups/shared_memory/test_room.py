@@ -18,8 +18,7 @@ from torch.distributed import HashStore
 import gradwire as gw
 from gradwire.errors import GroupError
 from gradwire.groups import Group, SharedMemoryGroup
-from gradwire.groups.shared_memory import board, group
-from gradwire.groups.shared_memory import group as module
+from gradwire.groups.shared_memory import board, group, group as module
 from gradwire.groups.shared_memory.board import CHUNK, SMALLEST_CHUNK, SegmentPlan
 from gradwire.groups.shared_memory.group import ROOM, ROOM_PER_RANK
 
