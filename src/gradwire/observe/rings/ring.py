@@ -128,10 +128,6 @@ class Ring:
             return self.part_of.lost
         return self.records[0].number if self.records else 0
 
-    def wall_time(self, time: int) -> float:
-        """A time of a record as seconds since 1970, by the clock of the rank's host when the recorder was started."""
-        return float(self.header["started_wall"] + time - self.header["started"]) / 1e9
-
     def of_kind(self, *kinds: RecordKind) -> Iterator[Record]:
         """The records of these kinds, in order."""
         return (record for record in self.records if record.kind in kinds)
