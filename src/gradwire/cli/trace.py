@@ -23,8 +23,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_run(parser)
     add = parser.add_argument
-    which = "the format of the file; so far only chrome, JSON that Perfetto and Chrome open"
-    add("--format", choices=["chrome"], default="chrome", metavar="FORMAT", help=which)
     add("-o", "--output", type=Path, default=Path("trace.json"), metavar="FILE", help="the file (default: trace.json)")
     profiler = (
         "add what torch.profiler has written for ranks of the run: a trace, or a directory of traces; may be repeated"

@@ -38,7 +38,7 @@ def test_the_output_has_a_default(tmp_path, monkeypatch, capsys):
     for rank in range(2):
         write_ring(run, made_ring(rank, range(30)))
     monkeypatch.chdir(tmp_path)
-    assert main(["trace", str(run), "--format", "chrome"]) == 0
+    assert main(["trace", str(run)]) == 0
     assert capsys.readouterr().out.startswith("trace.json: ")
     assert main(["trace", str(run), "-o", "named"]) == 0
     assert (tmp_path / "trace.json").read_bytes() == (tmp_path / "named").read_bytes()
