@@ -108,7 +108,7 @@ class Trial:
         return {
             "rank": None if delay is None else delay.rank,
             "phase": None if delay is None else delay.phase.name.lower(),
-            "found": [one.as_dict() for one in self.found],
+            "found": [str(one) for one in self.found],
             "is_right": self.is_right,
             "step_seconds": self.step_seconds,
             "healthy_seconds": list(self.healthy),

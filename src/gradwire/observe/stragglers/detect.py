@@ -105,20 +105,6 @@ class Straggler:
             f"({self.first_step}-{self.last_step})"
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """For programs: times in seconds."""
-        return {
-            "rank": self.rank,
-            "phases": [
-                {"phase": one.phase.name.lower(), "seconds": one.seconds, "usual": one.usual} for one in self.slow
-            ],
-            "steps": [self.first_step, self.last_step],
-            "compared": self.steps,
-            "last": self.last,
-            "step_seconds": self.step_seconds,
-            "without": self.without,
-        }
-
 
 def describe(stragglers: Sequence[Straggler]) -> list[str]:
     """Stragglers as lines for a terminal; those of the same steps together, with what a step would take without them."""
