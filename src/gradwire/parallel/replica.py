@@ -195,15 +195,6 @@ class Replica(HookControls):
         """The gradwire hook, unless a torch-style hook has been registered."""
         return self.runner.hook
 
-    @property
-    def weight(self) -> float:
-        """The weight of this rank's gradient under `hooks.weighted_mean()`."""
-        return self.runner.weight
-
-    @weight.setter
-    def weight(self, weight: float) -> None:
-        self.runner.weight = weight
-
     def use_hook(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
         """Use this hook on this rank; a torch-style hook is given with its state."""
         self.runner.replace(hook)
@@ -214,7 +205,7 @@ class Replica(HookControls):
         torch_hook = self.runner.torch_hook
         state = None if torch_hook is not None else self.hook_state_dict()
         order = self.reducer.order.names(self.reducer.layout) if self.reducer.order.rebuilt else None
-        return {"hook": torch_hook or self.hook, "state": state, "weight": self.weight, "order": order}
+        return {"hook": torch_hook or self.hook, "state": state, "weight": self.runner.weight, "order": order}
 
     def restore(self, settings: Mapping[str, Any]) -> None:
         """Apply `settings()` of the model this one was copied from. Local: one rank may make a copy without the others."""
@@ -223,7 +214,7 @@ class Replica(HookControls):
         self.use_hook(settings["hook"])
         if settings["state"] is not None:
             self.runner.restore(settings["state"])
-        self.weight = settings["weight"]
+        self.runner.weight = settings["weight"]
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

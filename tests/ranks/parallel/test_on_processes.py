@@ -264,7 +264,7 @@ def test_a_copy_keeps_mixed_precision_hook_state_and_weight(
             mixed_precision=SimpleNamespace(param_dtype=BF16, reduce_dtype=FP32, buffer_dtype=None),
         )
         ddp.set_hook(chain(error_feedback(), top_k(ratio=0.1)))
-        ddp.replica.weight = 3.0
+        ddp.replica.runner.weight = 3.0
 
         def step(model: DDP, number: int) -> list[Tensor]:
             model.zero_grad()
@@ -279,7 +279,7 @@ def test_a_copy_keeps_mixed_precision_hook_state_and_weight(
         if group.rank == 0:  # it takes no other rank, and no step of one
             duplicate(ddp, how)(models.inputs(0, 0))
         copied = duplicate(ddp, how)
-        assert copied.replica.weight == 3.0
+        assert copied.replica.runner.weight == 3.0
         assert repr(copied.replica.hook) == repr(ddp.replica.hook)
         assert copied.hook_state_dict()["step"] == 3
         for number in range(3, 6):
