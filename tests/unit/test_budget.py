@@ -3,8 +3,6 @@
 The limits rise only by an issue that says so.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import io

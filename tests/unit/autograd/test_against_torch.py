@@ -1,7 +1,5 @@
 """Every rule of torch's hooks, run through torch and through gradwire: same gradients, same type and message of error."""
 
-from __future__ import annotations
-
 import collections
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """ThreadGroup: the same bits every run, many ranks, and the error that each rank gets when another fails."""
 
-from __future__ import annotations
-
 import gc
 import random
 import threading

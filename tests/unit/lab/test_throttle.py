@@ -1,7 +1,5 @@
 """Throttled: never faster than its link, not much slower, and otherwise the group inside."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """Rings of an elastic run that are made up: who the ranks are, what a report shows, and what is no reason to worry."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

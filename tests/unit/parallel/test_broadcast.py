@@ -1,7 +1,5 @@
 """broadcast_coalesced: many tensors made equal to one rank's, in few operations."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

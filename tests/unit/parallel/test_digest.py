@@ -1,7 +1,5 @@
 """The digest of a tensor's bits: equal exactly for equal bits, whatever their layout."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients that a compiled backward reports before it has ended, with a node that behaves like a compiled graph."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import threading

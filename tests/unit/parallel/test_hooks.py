@@ -1,7 +1,5 @@
 """Hooks on a model: what register_comm_hook takes and refuses, set_hook, states through rebuilds, the scale check."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading

@@ -3,8 +3,6 @@
 The device is emulated on the host: see `helpers/late_checks.py`. tests/gpu has the same on CUDA.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import sys

@@ -1,7 +1,5 @@
 """Backwards that are not one `loss.backward()` of all outputs: through autograd.grad, to a leaf, under compiled autograd."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

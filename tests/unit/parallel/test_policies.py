@@ -1,7 +1,5 @@
 """Policies refuse invalid values; torch's flags become policies."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parameters that differ between ranks are found when a model is replicated, on every rank, by name."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which gradients a model waits for, asked in the middle of a backward, in every mode."""
 
-from __future__ import annotations
-
 import gc
 import os
 

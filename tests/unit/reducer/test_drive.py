@@ -1,7 +1,5 @@
 """Drives reductions against a group: one collective at once, several on a lane, in the same order on every rank."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading

@@ -1,7 +1,5 @@
 """Layouts are data: what hooks see of them, and descriptions that differ if parameters do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

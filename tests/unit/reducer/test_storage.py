@@ -1,7 +1,5 @@
 """Bucket memory: gradients come in, the result is put, views stay views."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

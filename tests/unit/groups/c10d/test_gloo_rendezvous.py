@@ -1,7 +1,5 @@
 """Where gloo listens, and the errors of a rendezvous that fails."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The parts of C10dGroup: what engines take, how their errors read, what the membership knows; recovery."""
 
-from __future__ import annotations
-
 import os
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The store that NCCL's threads call."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """HierarchicalGroup beyond the conformance suite: what its parts do, what it demands of them, how it fails and recovers."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Who is where, and which groups fit together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums of all ranks' pieces: compiled or not, the same bits as the reference."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from typing import Any

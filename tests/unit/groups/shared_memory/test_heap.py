@@ -1,7 +1,5 @@
 """The heap against a model: no overlap, everything is returned, and what may still be written is kept."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

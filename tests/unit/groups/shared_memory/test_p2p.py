@@ -1,7 +1,5 @@
 """Messages: more than there are slots for, tags in any order, from anybody, what does not fit, and what was withdrawn."""
 
-from __future__ import annotations
-
 import random
 import threading
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The segment: mode, owner, what is refused, what stays behind (nothing), and missing memory."""
 
-from __future__ import annotations
-
 import errno
 import json
 import mmap
