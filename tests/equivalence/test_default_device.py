@@ -4,20 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from gradwire import hooks
 from gradwire.groups import Group, HierarchicalGroup, NanCheck, Verified
-from gradwire.hooks import (
-    CommHook,
-    chain,
-    chunked_top_k,
-    decoupled_momentum,
-    dion,
-    error_feedback,
-    mean,
-    power_sgd,
-    quantize,
-    random_k,
-    top_k,
-)
 from gradwire.parallel import DistributedDataParallel
 from gradwire.testing import run_ranks
 
@@ -55,18 +43,18 @@ def test_hosts_meet() -> None:
 
 
 HOOKS = [
-    mean(),
-    chain(error_feedback(), quantize(bits=8)),
-    chain(error_feedback(), top_k(ratio=0.5)),
-    chain(random_k(ratio=0.5), mean()),
-    chain(error_feedback(), power_sgd(rank=1)),
-    decoupled_momentum(),
-    chain(error_feedback(), chunked_top_k(4, chunk=16, bits=2)),
-    dion(rank=2),
+    hooks.mean(),
+    hooks.chain(hooks.error_feedback(), hooks.quantize(bits=8)),
+    hooks.chain(hooks.error_feedback(), hooks.top_k(ratio=0.5)),
+    hooks.chain(hooks.random_k(ratio=0.5), hooks.mean()),
+    hooks.chain(hooks.error_feedback(), hooks.power_sgd(rank=1)),
+    hooks.decoupled_momentum(),
+    hooks.chain(hooks.error_feedback(), hooks.chunked_top_k(4, chunk=16, bits=2)),
+    hooks.dion(rank=2),
 ]
 
 
-def _trained(hook: CommHook, device: str) -> list[float]:
+def _trained(hook: hooks.CommHook, device: str) -> list[float]:
     def rank_main(group: Group) -> list[float]:
         torch.manual_seed(0)
         model = nn.Linear(8, 8)
@@ -85,5 +73,5 @@ def _trained(hook: CommHook, device: str) -> list[float]:
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=repr)
-def test_training(hook: CommHook) -> None:
+def test_training(hook: hooks.CommHook) -> None:
     assert _trained(hook, "meta") == _trained(hook, "cpu")

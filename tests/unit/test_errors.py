@@ -7,47 +7,32 @@ import pytest
 
 from gradwire import errors
 from gradwire.collectives import OpKind, ReduceOp, Signature
-from gradwire.errors import (
-    ClosedError,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    GradwireError,
-    GroupAborted,
-    GroupError,
-    HookError,
-    InternalError,
-    LayoutError,
-    NonFiniteGradient,
-    Origin,
-    PeerLost,
-    ReplicasDiverged,
-    UsageError,
-    UsageTypeError,
-)
 
 OP = Signature(OpKind.ALL_REDUCE, ((3,),), ("float32",), ReduceOp.SUM, label="loss")
 
 EXAMPLES = [
-    GradwireError("what, why, advice"),
-    UsageError("what"),
-    UsageTypeError("what"),
-    HookError("what", hook="my_hook"),
-    LayoutError("what"),
-    ClosedError("what"),
-    GroupError("what"),
-    PeerLost("what", rank=3, op=OP),
-    CollectiveTimeout("what", op=OP, joined=[0, 1], missing=range(2, 4)),
-    CollectiveTimeout("what", op=OP),
-    CollectiveMismatch("what", ops={0: OP, 1: OP}),
-    GroupAborted("what", reason="because"),
-    NonFiniteGradient("what", rank=1, parameter="fc.weight", index=(2, 0), origin=Origin.GRADIENT, step=7),
-    ReplicasDiverged("what", ranks=[2], parameters=["fc.weight"], step=100),
-    InternalError("what", story=["first", "then"]),
+    errors.GradwireError("what, why, advice"),
+    errors.UsageError("what"),
+    errors.UsageTypeError("what"),
+    errors.HookError("what", hook="my_hook"),
+    errors.LayoutError("what"),
+    errors.ClosedError("what"),
+    errors.GroupError("what"),
+    errors.PeerLost("what", rank=3, op=OP),
+    errors.CollectiveTimeout("what", op=OP, joined=[0, 1], missing=range(2, 4)),
+    errors.CollectiveTimeout("what", op=OP),
+    errors.CollectiveMismatch("what", ops={0: OP, 1: OP}),
+    errors.GroupAborted("what", reason="because"),
+    errors.NonFiniteGradient(
+        "what", rank=1, parameter="fc.weight", index=(2, 0), origin=errors.Origin.GRADIENT, step=7
+    ),
+    errors.ReplicasDiverged("what", ranks=[2], parameters=["fc.weight"], step=100),
+    errors.InternalError("what", story=["first", "then"]),
 ]
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
-def test_an_error_pickles_with_its_facts(error: GradwireError) -> None:
+def test_an_error_pickles_with_its_facts(error: errors.GradwireError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert str(copy) == str(error)
@@ -59,7 +44,7 @@ def test_every_error_of_the_module_pickles() -> None:
     classes = [
         c
         for _, c in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(c, GradwireError) and c.__module__ == errors.__name__
+        if issubclass(c, errors.GradwireError) and c.__module__ == errors.__name__
     ]
     assert len(classes) >= 13
     for cls in classes:
@@ -71,43 +56,45 @@ def test_every_error_of_the_module_pickles() -> None:
 
 
 def test_facts_are_attributes() -> None:
-    lost = PeerLost("gone", rank=2, op=OP)
+    lost = errors.PeerLost("gone", rank=2, op=OP)
     assert (lost.rank, lost.op) == (2, OP)
-    late = CollectiveTimeout("late", op=OP, joined=[0], missing=[1, 2])
+    late = errors.CollectiveTimeout("late", op=OP, joined=[0], missing=[1, 2])
     assert (late.joined, late.missing, late.op) == ((0,), (1, 2), OP)
-    unknown = CollectiveTimeout("late")
+    unknown = errors.CollectiveTimeout("late")
     assert (unknown.joined, unknown.missing, unknown.op) == (None, None, None)
-    assert CollectiveMismatch("differ").ops == {}
-    assert GroupAborted("end", reason="because").reason == "because"
-    assert InternalError("bug", story=["a"]).story == ("a",)
-    assert HookError("bad").hook == "<unknown>"
+    assert errors.CollectiveMismatch("differ").ops == {}
+    assert errors.GroupAborted("end", reason="because").reason == "because"
+    assert errors.InternalError("bug", story=["a"]).story == ("a",)
+    assert errors.HookError("bad").hook == "<unknown>"
 
 
 @pytest.mark.parametrize(
     ("error", "torch_raises"),
     [
-        (UsageError, ValueError),
-        (UsageTypeError, TypeError),
-        (HookError, RuntimeError),
-        (LayoutError, RuntimeError),
-        (ClosedError, RuntimeError),
-        (GroupError, RuntimeError),
-        (NonFiniteGradient, RuntimeError),
-        (InternalError, RuntimeError),
+        (errors.UsageError, ValueError),
+        (errors.UsageTypeError, TypeError),
+        (errors.HookError, RuntimeError),
+        (errors.LayoutError, RuntimeError),
+        (errors.ClosedError, RuntimeError),
+        (errors.GroupError, RuntimeError),
+        (errors.NonFiniteGradient, RuntimeError),
+        (errors.InternalError, RuntimeError),
     ],
 )
-def test_code_written_for_torch_keeps_catching(error: type[GradwireError], torch_raises: type[Exception]) -> None:
+def test_code_written_for_torch_keeps_catching(
+    error: type[errors.GradwireError], torch_raises: type[Exception]
+) -> None:
     assert issubclass(error, torch_raises)
-    assert issubclass(error, GradwireError)
+    assert issubclass(error, errors.GradwireError)
 
 
 def test_your_fault_and_the_worlds_fault_are_apart() -> None:
-    for cls in (PeerLost, CollectiveTimeout, CollectiveMismatch, GroupAborted):
-        assert issubclass(cls, GroupError)
-        assert not issubclass(cls, UsageError)
-    for cls in (HookError, LayoutError, ClosedError, UsageTypeError):
-        assert issubclass(cls, UsageError)
-        assert not issubclass(cls, GroupError)
+    for cls in (errors.PeerLost, errors.CollectiveTimeout, errors.CollectiveMismatch, errors.GroupAborted):
+        assert issubclass(cls, errors.GroupError)
+        assert not issubclass(cls, errors.UsageError)
+    for cls in (errors.HookError, errors.LayoutError, errors.ClosedError, errors.UsageTypeError):
+        assert issubclass(cls, errors.UsageError)
+        assert not issubclass(cls, errors.GroupError)
 
 
 def test_again_copies_type_facts_notes_and_cause_and_no_traceback() -> None:

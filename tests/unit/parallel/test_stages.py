@@ -9,32 +9,19 @@ import torch
 from torch import nn
 
 import gradwire as gw
+from gradwire import hooks
 from gradwire.groups import Group
-from gradwire.hooks import (
-    add_noise,
-    after,
-    cast,
-    chain,
-    clip,
-    diloco,
-    error_feedback,
-    hierarchical,
-    mean,
-    partition,
-    random_k,
-    scaled_cast,
-)
 from gradwire.interop import as_fsdp_hook, as_torch_hook
 from gradwire.testing import check_hook, simulate
 
 STAGES: dict[str, Any] = {
-    "random_k(0.5)": random_k(0.5),
-    "cast(torch.bfloat16)": cast(torch.bfloat16),
-    "scaled_cast(torch.float16)": scaled_cast(torch.float16),
-    "clip(norm=1.0)": clip(norm=1.0),
-    "clip(value=2.0)": clip(value=2.0),
-    "add_noise(std=0.1)": add_noise(std=0.1),
-    "error_feedback()": error_feedback(),
+    "random_k(0.5)": hooks.random_k(0.5),
+    "cast(torch.bfloat16)": hooks.cast(torch.bfloat16),
+    "scaled_cast(torch.float16)": hooks.scaled_cast(torch.float16),
+    "clip(norm=1.0)": hooks.clip(norm=1.0),
+    "clip(value=2.0)": hooks.clip(value=2.0),
+    "add_noise(std=0.1)": hooks.add_noise(std=0.1),
+    "error_feedback()": hooks.error_feedback(),
 }
 
 DOORS: dict[str, Callable[[Group, Any], Any]] = {
@@ -45,10 +32,10 @@ DOORS: dict[str, Callable[[Group, Any], Any]] = {
     "replicate": lambda group, stage: gw.replicate(nn.Linear(1, 1), group=group, hook=stage),
     "as_torch_hook": lambda group, stage: as_torch_hook(stage, group),
     "as_fsdp_hook": lambda group, stage: as_fsdp_hook(stage, group),
-    "diloco": lambda group, stage: diloco(every=2, hook=stage),
-    "after": lambda group, stage: after(1, stage),
-    "partition": lambda group, stage: partition({"*": stage}),
-    "hierarchical": lambda group, stage: hierarchical(inside=mean(), across=stage),
+    "diloco": lambda group, stage: hooks.diloco(every=2, hook=stage),
+    "after": lambda group, stage: hooks.after(1, stage),
+    "partition": lambda group, stage: hooks.partition({"*": stage}),
+    "hierarchical": lambda group, stage: hooks.hierarchical(inside=hooks.mean(), across=stage),
     "simulate": lambda group, stage: simulate(stage, [torch.ones(1)]),
     "check_hook": lambda group, stage: check_hook(stage),
 }
@@ -65,7 +52,7 @@ def test_the_error_shows_the_chain(group: Group, door: str) -> None:
 @pytest.mark.parametrize("written", STAGES)
 def test_the_chain_it_shows_can_be_set(group: Group, written: str) -> None:
     assert repr(STAGES[written]) == written
-    DOORS["set_hook"](group, chain(STAGES[written], mean()))
+    DOORS["set_hook"](group, hooks.chain(STAGES[written], hooks.mean()))
 
 
 @pytest.mark.parametrize("wrong", ["mean", print, 3])
