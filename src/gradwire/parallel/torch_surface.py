@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,12 @@ from gradwire.parallel.module_state import broadcast_coalesced
 from gradwire.parallel.replica import Replica
 from gradwire.parallel.torch_arguments import move_to
 from gradwire.reducer.machine import State
+
+
+def _alias(path: str) -> Any:
+    """Another name for what is at `path`, to read and to set."""
+    owner, _, name = path.rpartition(".")
+    return property(attrgetter(path), lambda ddp, value: setattr(attrgetter(owner)(ddp) if owner else ddp, name, value))
 
 
 class TorchSurface:
@@ -97,30 +104,13 @@ class TorchSurface:
     def join_hook(self, **kwargs: Any) -> Any:
         return self._uneven.hook(divide=kwargs.get("divide_by_initial_world_size", True))
 
-    @property
-    def join_device(self) -> torch.device:
-        return self.device
-
-    @property
-    def join_process_group(self) -> Any:
-        return self.process_group
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
-    @property
-    def require_forward_param_sync(self) -> bool:
-        """Whether the next forward makes buffers equal, if forwards do: not after one under no_sync."""
-        return self.replica.sync_buffers_next
-
-    @require_forward_param_sync.setter
-    def require_forward_param_sync(self, value: bool) -> None:
-        self.replica.sync_buffers_next = value
+    join_device = _alias("device")
+    join_process_group = _alias("process_group")
+    broadcast_buffers = _alias("forward_sync_buffers")
+    require_forward_param_sync = _alias("replica.sync_buffers_next")
+    """Whether the next forward makes buffers equal, if forwards do: not after one under no_sync."""
+    _has_rebuilt_buckets = _alias("replica.reducer.order.rebuilt")
+    _authoritative_rank = _alias("_uneven.authoritative_rank")
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
@@ -145,14 +135,6 @@ class TorchSurface:
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         return gather(outputs, output_device, dim=self.dim)
-
-    @property
-    def _has_rebuilt_buckets(self) -> bool:
-        return self.replica.reducer.order.rebuilt
-
-    @property
-    def _authoritative_rank(self) -> int:
-        return self._uneven.authoritative_rank
 
     def _default_broadcast_coalesced(
         self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0
