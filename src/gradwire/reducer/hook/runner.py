@@ -255,7 +255,8 @@ class ScaleChecked:
         if abs(expected) < 0.1 * norm or abs(got - expected) <= self._policy.tolerance * abs(expected):
             return None
         world = self._group.size
-        guess = " It looks like a sum: divide by the number of ranks." if _near(got, expected * world) else ""
+        is_sum = math.isclose(got, expected * world, rel_tol=0.05)
+        guess = " It looks like a sum: divide by the number of ranks." if is_sum else ""
         return HookError(
             f"scale check of hook {self._hook} on {self._bucket.spec}, rank {self._group.rank}: the result is "
             f"{got / expected:.3g} times the mean over {world} ranks.{guess}",
@@ -271,7 +272,3 @@ def project(buffer: Tensor) -> Tensor:
     signs = torch.ones_like(values)
     signs[1::3] = -1
     return torch.stack([(values * signs).sum(), values.norm()])
-
-
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= 0.05 * abs(b)
