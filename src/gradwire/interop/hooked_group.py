@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradwire.autograd.backward_errors import BEGINS, around_backward
 from gradwire.collectives import Collective, OpKind, ReduceOp, Scope
@@ -104,8 +103,10 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
     def _is_gradient(self, op: Collective) -> bool:
         if op.kind not in _REDUCTIONS or op.reduce_op not in _SUMS or op.scope is not Scope.WORLD:
             return False
-        in_backward = torch._C._current_graph_task_id() != -1 and type(self.hook) is not Mean
-        return in_backward and len(op.inputs) == 1 and _is_float(op.inputs[0])
+        if torch._C._current_graph_task_id() == -1 or type(self.hook) is Mean or len(op.inputs) != 1:
+            return False
+        t = op.inputs[0]
+        return t.dtype.is_floating_point and not t.is_sparse and t.numel() > 0
 
     def _bucket(self, op: Collective) -> _Gradient:
         """The next gradient of this backward, or the first one of a new backward."""
@@ -244,10 +245,6 @@ class _Gradient:
         if op.reduce_op is not ReduceOp.AVG:
             output.mul_(runner.group.size)
         events.bucket(RecordKind.BUCKET_REDUCED, spec, step)
-
-
-def _is_float(t: Tensor) -> bool:
-    return t.dtype.is_floating_point and not t.is_sparse and t.numel() > 0
 
 
 class _Passed(Work):

@@ -143,9 +143,8 @@ class ElasticSupervisor(Supervisor):
         places = self._members.places
         facts = facts._replace(lost=facts.lost and self._suspended.isdisjoint(facts.last or ()))
         member, lived = places[number].member, ending.after - (places[number].started or 0.0)
-        verdict, delay, promoted = self._members.ended(
-            number, ending.status, facts, ending.after, gave_up=_gave_up(ending)
-        )
+        gave_up = ending.error is not None and ending.error.name == TooFewMembers.__name__
+        verdict, delay, promoted = self._members.ended(number, ending.status, facts, ending.after, gave_up=gave_up)
         if verdict in (Verdict.FINISHED, Verdict.FAILED):
             self._shutdown.ended(ending)
         else:
@@ -299,10 +298,6 @@ class ElasticSupervisor(Supervisor):
             died = plural(members.died, "rank")
             self._display.say([f"{died} died, {members.replaced} replaced, {members.left} left"])
         return code
-
-
-def _gave_up(ending: Ending) -> bool:
-    return ending.error is not None and ending.error.name == TooFewMembers.__name__
 
 
 def _how(ending: Ending, lived: float) -> str:
