@@ -119,11 +119,6 @@ class Export:
         if _now() >= self._not_before and worker.idle and not worker.is_current_thread:
             worker.put(self.poll)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no export is under way on its thread."""
-        return self._worker.idle
-
     def poll(self) -> None:
         """Export what is new, in this thread. Programs without an optimizer may call it."""
         if not self._busy.acquire(blocking=False):

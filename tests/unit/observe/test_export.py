@@ -47,7 +47,7 @@ def train(recorded):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             if exporter is not None:
-                wait_until(lambda: exporter.is_idle, "the export of a step")
+                wait_until(lambda: exporter._worker.idle, "the export of a step")
 
     yield steps
     del replica

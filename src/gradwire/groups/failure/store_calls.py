@@ -68,11 +68,10 @@ class _Bounded:
 class StoreCalls:
     """Exchanges with one store, one at a time, each with a bounded wait."""
 
-    def __init__(self, store: Any, *, patience: float, attempts: int = 3) -> None:
-        """After `attempts` failures in a row, or one exchange that takes more than `patience` seconds, the store counts as lost."""
+    def __init__(self, store: Any, *, patience: float) -> None:
+        """After three failures in a row, or one exchange that takes more than `patience` seconds, the store counts as lost."""
         self._direct = isinstance(innermost(store), HashStore)
         self._patience = patience
-        self._attempts = attempts
         self._failures = 0
         self._lock = threading.RLock()  # abort() in a signal handler may interrupt a call on the same thread
         self._call: BoundedCall[None] | None = None
@@ -83,7 +82,7 @@ class StoreCalls:
         """Whether the store has stopped answering, or is no longer used."""
         call = self._call
         stuck = call is not None and call.thread.is_alive() and time.monotonic() - call.began > self._patience
-        return self._closed or stuck or self._failures >= self._attempts
+        return self._closed or stuck or self._failures >= 3
 
     @property
     def busy(self) -> bool:
