@@ -279,10 +279,10 @@ class Group(Verbs, ABC):
     def _release(self) -> None:
         """Release what the group holds (sockets, threads, memory), when it is closed."""
 
-    def _close_part(self, part: Group, timeout: float = 0.0) -> None:
+    def _close_part(self, part: Group) -> None:
         """Close a group that this one is made of. An error of its completion hooks is raised by this group's `close`."""
         try:
-            part.close(timeout)
+            part.close(0.0)
         except HookError as error:
             self.ledger.hook_errors.append(error)
 

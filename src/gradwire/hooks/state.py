@@ -21,11 +21,9 @@ def split_flat(flat: Tensor, spec: BucketSpec) -> dict[str, Tensor]:
     }
 
 
-def join_flat(
-    saved: Mapping[str, Any], spec: BucketSpec, *, dtype: torch.dtype | None = None, fill: float = 0.0
-) -> Tensor:
-    """The parameters' saved parts as one flat tensor; `fill` for what was not saved, or (with a warning) in another size."""
-    flat = torch.full((spec.numel,), fill, dtype=dtype or spec.dtype, device=spec.device)
+def join_flat(saved: Mapping[str, Any], spec: BucketSpec, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The parameters' saved parts as one flat tensor; zeros for what was not saved, or (with a warning) in another size."""
+    flat = torch.zeros(spec.numel, dtype=dtype or spec.dtype, device=spec.device)
     for name, offset, numel in zip(spec.names, spec.offsets, spec.numels, strict=True):
         part = saved.get(name)
         if isinstance(part, Tensor) and part.numel() == numel:

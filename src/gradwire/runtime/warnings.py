@@ -8,7 +8,7 @@ import warnings
 _NOT_THE_USERS = ("gradwire", "torch")
 
 
-def warn_user(text: str, category: type[Warning] = RuntimeWarning) -> None:
+def warn_user(text: str) -> None:
     """Warn, at the innermost line that is neither ours nor torch's; at ours, if there is none, as in a thread of torch's engine.
 
     >>> with warnings.catch_warnings(record=True) as caught:
@@ -23,4 +23,4 @@ def warn_user(text: str, category: type[Warning] = RuntimeWarning) -> None:
             level = 2
             break
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, category, stacklevel=level)
+    warnings.warn(text, RuntimeWarning, stacklevel=level)

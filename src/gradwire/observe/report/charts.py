@@ -86,10 +86,10 @@ def bin_steps(rows: Sequence[StepRow], most: int) -> tuple[list[StepRow], int]:
     return [StepRow(part[0].step, *bounds) for part, *bounds in zip(parts, lows, middles, highs, strict=True)], per_bin
 
 
-def history(rows: Sequence[StepRow], *, bins: int = 240) -> tuple[Chart, int]:
+def history(rows: Sequence[StepRow]) -> tuple[Chart, int]:
     """The step time over the run: the median of the ranks, and a band from the fastest to the slowest. And the steps per point."""
     top, height, bottom = 10, 180, 26
-    found, per_bin = bin_steps(rows, bins)
+    found, per_bin = bin_steps(rows, 240)
     chart = Chart("Step time over the run", top + height + bottom)
     most = max(row.high for row in found)
     # One step that took far longer than the others must not flatten the rest.
@@ -188,10 +188,10 @@ def _free_lane(lanes: list[int], start: int, stop: int) -> int:
     return lane
 
 
-def heat_map(lateness: Mapping[int, Mapping[int, float]], *, bins: int = 120) -> tuple[Chart, int, list[float]]:
+def heat_map(lateness: Mapping[int, Mapping[int, float]]) -> tuple[Chart, int, list[float]]:
     """Rank × step: how long after the first rank each was ready. And the steps per cell, and the limits of the levels."""
     steps = sorted(next(iter(lateness.values())))
-    parts, per_bin = _parts(steps, bins)
+    parts, per_bin = _parts(steps, 120)
     table = {rank: [fmean(row[step] for step in part) for part in parts] for rank, row in lateness.items()}
     row = 16.0 if len(table) <= 24 else 9.0
     chart = Chart("Time after the first rank at which each rank was ready", len(table) * row + 26)

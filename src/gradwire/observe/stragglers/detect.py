@@ -129,13 +129,13 @@ Times = Mapping[int, Sequence[StepTimes]]
 """The steps of each rank, on one clock."""
 
 
-def slow_ranks(times: Times, *, window: int = WINDOW) -> list[Straggler]:
-    """The stragglers in the last `window` steps that all ranks of a group have finished, the one that costs most first. Empty
+def slow_ranks(times: Times) -> list[Straggler]:
+    """The stragglers in the last `WINDOW` steps that all ranks of a group have finished, the one that costs most first. Empty
     with fewer steps or ranks than it takes to compare."""
     found = []
     for rows in comparable(times):
-        steps = common_steps(rows)[-window:]
-        found += compare(rows, steps) if len(steps) >= window else []
+        steps = common_steps(rows)[-WINDOW:]
+        found += compare(rows, steps) if len(steps) >= WINDOW else []
     return found
 
 
