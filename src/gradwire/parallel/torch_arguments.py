@@ -90,11 +90,10 @@ def move_to(inputs: Any, kwargs: Any, device: torch.device) -> tuple[Any, Any]:
 class Delayed:
     """Parameters that skip the buckets and are averaged in one buffer when the gradient of `trigger` is ready."""
 
-    def __init__(self, group: Group, named: list[tuple[str, nn.Parameter]], trigger: nn.Parameter) -> None:
+    def __init__(self, group: Group, parameters: list[nn.Parameter], trigger: nn.Parameter) -> None:
         self._group = group
-        self._names = {name for name, _ in named}
-        self._parameters = [p for _, p in named]
-        first = self._parameters[0]
+        self._parameters = parameters
+        first = parameters[0]
         broadcast_coalesced(group, self._parameters, src=0)
         sizes = [p.numel() for p in self._parameters]
         self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
@@ -111,9 +110,9 @@ class Delayed:
             )
         if named is None:
             return None
-        named = list(named)
-        ddp.parameters_to_ignore |= {name for name, _ in named}
-        return cls(ddp.group, named, trigger)
+        parameters = dict(named)
+        ddp.parameters_to_ignore |= parameters.keys()
+        return cls(ddp.group, list(parameters.values()), trigger)
 
     def covers(self, module: nn.Module, ignore: Collection[str]) -> bool:
         return all(name in ignore for name, p in module.named_parameters() if p.requires_grad)

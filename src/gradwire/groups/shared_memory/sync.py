@@ -190,7 +190,6 @@ class WaitQueue:
         self._words = view[offset : offset + size * self.STRIDE].cast("I")
         self._step = self.STRIDE // 4
         self._offset = offset
-        self._rank = rank
         self._mine = rank * self._step
         self._others = [r * self._step for r in range(size) if r != rank]
         self._sleep = sleep
