@@ -188,8 +188,8 @@ class Training(TrainingSteps):
         self._clear_gradients()
         self._buffers = self._copied_buffers()
         if not waited:
-            runner, weight = self.replica.runner, self.replica.weight
-            runner.weight = 0.0
+            runner = self.replica.runner
+            weight, runner.weight = runner.weight, 0.0
             _contribute_zeros(self.replica.reducer)
             runner.weight = weight
         return waited
