@@ -24,6 +24,7 @@ from gradwire.elasticity import machine
 from gradwire.elasticity.device_vote import DeviceVote
 from gradwire.elasticity.quorum import Quorum
 from gradwire.elasticity.run_records import RunRecords
+from gradwire.elasticity.stream import Joins
 from gradwire.errors import (
     CollectiveMismatch,
     Evicted,
@@ -86,15 +87,7 @@ class Trainer(Protocol):
     def hand_over(self, leaving: bool) -> None:
         """Some members leave: one that stays takes on what they owe. A collective of the old view."""
 
-    @property
-    def lag(self) -> int | None:
-        """How many steps this member is behind while it receives the state; None if it computes. See Note [Stream]."""
-
-    def begin_again(self) -> None:
-        """This member has caught up, and differs from the others: they are to wait until it has received their state."""
-
-    def abort(self) -> None:
-        """The group of the view is aborted: end what else communicates in it. Called by any thread; does not wait."""
+    joins: Joins
 
     def follow(self, view: machine.View) -> None:
         """This view comes next, whether or not its group can be made: called for every view with this member, in order."""
@@ -365,7 +358,7 @@ class Performer:
                     if (vote := self._pending) is not None:
                         vote.clear()
                     group.abort(_CHANGE)
-                    self._trainer.abort()
+                    self._trainer.joins.abort()
                     group.abort_device()
             case machine.Publish(epoch, standing):
                 records.publish(epoch, self.member.me, standing)
@@ -394,7 +387,7 @@ class Performer:
     def _wants(self) -> list[int]:
         """Whether this member wants others to join, or to compute itself; and whether it wants to leave."""
         joins = bool(self._lobby) and len(self.view.members) < (self.member.max_ranks or len(self.view.members) + 1)
-        return [int(joins or self._trainer.lag is not None), int(self.member.leaving or self._leaving)]
+        return [int(joins or self._trainer.joins.lag is not None), int(self.member.leaving or self._leaving)]
 
     def _diverged(self) -> ReplicasDiverged:
         return ReplicasDiverged(
@@ -435,12 +428,12 @@ class Performer:
             self.lost()
             return
         self._leave_voted = bool(leave)
-        arrived = not holds and self._trainer.lag == 0
+        arrived = not holds and self._trainer.joins.lag == 0
         if arrived and agree:
             self._react(machine.Member.received)
         self._react(lambda member: member.voted(vote.epoch, change=bool((join and not behind) or leave)))
         if arrived and not agree:
-            self._trainer.begin_again()
+            self._trainer.joins.begin_again()
             self.lost()
 
     def _enter(self, view: machine.View) -> None:
@@ -459,7 +452,7 @@ class Performer:
             self._failure = error
             self.lost()
             return
-        if not self.member.holds and self._trainer.lag is None:
+        if not self.member.holds and self._trainer.joins.lag is None:
             self._react(machine.Member.received)
 
     def received(self) -> None:

@@ -100,9 +100,9 @@ class ElasticRun:
         if not self.left:
             self._end_round()
             self.training.open()
-        while not self.done and self.training.lag is not None:
+        while not self.done and self.training.joins.lag is not None:
             self._catch_up()
-        if not self.left and self.training.lag is not None:
+        if not self.left and self.training.joins.lag is not None:
             self._performer.come_too_late()
         return self
 
@@ -249,7 +249,7 @@ class ElasticRun:
     def _vote(self, number: int) -> None:
         performer = self.performer
         checked = bool(self.check_every and number % self.check_every == 0)
-        due = number == self.view.step or self.training.streams or checked
+        due = number == self.view.step or self.training.joins.streams or checked
         by_hosts = due or performer.change_voted or number + 1 == self.steps
         gate = None if by_hosts else self.training.gate
         if not performer.frozen and self._share_buffers(wait=gate is None):

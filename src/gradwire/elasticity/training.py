@@ -22,13 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.elasticity import stream
 from gradwire.elasticity.deal import Deal, fixed_hash, share_slots
 from gradwire.elasticity.device_vote import mark, wait_for
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.saved_states import SavedState
 from gradwire.elasticity.state import checksum, receive, send
-from gradwire.elasticity.stream import Joining, Kept, Stream, donors
+from gradwire.elasticity.stream import Joins, donors
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.threads_group import ThreadGroup
@@ -103,10 +102,8 @@ class Training:
         """Until the first commit, what members saved in the run that this one continues, if the hook remembers."""
         self._saved_owners: list[int] = []
         """The ranks in that run that had the slots."""
-        self.may_stream = True
-        """Whether members may join while the others train."""
-        self._stream: Stream | None = None
-        self._room = stream.ROOM
+        self.joins = Joins(self.replica, self._rest, self._arrive, self._update)
+        self.joins.allowed = data is not None
         self._retried = False
         """Whether the last step was dropped, to be computed again."""
         self._owners: tuple[str, ...] = ()
@@ -127,7 +124,7 @@ class Training:
         if self._behind is None:  # else when it is known whether the states are those of the last step
             self._fork = self.replica.runner.states.fork()
         self._reduced = self.replica.reducer.steps
-        self._buffers = self._copied_buffers()
+        self._buffers = self.replica.state.copied_buffers()
 
     @property
     def gate(self) -> torch.device | None:
@@ -204,10 +201,7 @@ class Training:
 
     def commit(self) -> None:
         behind, self._behind = self._behind, None
-        if (joining := self._joining) is not None and joining.lag:
-            averages = [None if p.grad is None else p.grad.to("cpu", copy=True) for p in self._parameters]
-            joining.keep((averages, self._copied_buffers()))
-        elif behind is None:
+        if behind is None and not self.joins.keep():
             self._update()
             self._use(self._later)
         self.begun_from = []
@@ -219,12 +213,14 @@ class Training:
         self.replica.reducer.events.step(RecordKind.STEP_COMMITTED, self.committed)
         self.committed += 1
 
-    def _update(self) -> None:
-        self._updating = True
+    def _update(self, step: int | None = None) -> None:
+        """Commit the averages, as those of an earlier step if one is given."""
+        now, self._updating = self.committed, True
+        self.committed = now if step is None else step
         try:
             self.update()
         finally:
-            self._updating = False
+            self.committed, self._updating = now, False
 
     def commit_behind(self, closed: Tensor) -> None:
         fork, self._fork = self._fork, None
@@ -244,7 +240,7 @@ class Training:
             return
         self.replica.runner.driver.drain(self.group.timeout)
         self.replica.reducer.abandon("the vote on the step before has failed")
-        self._restore_buffers()
+        self.replica.state.restore_buffers(self._buffers)
         self._fork, self._buffers, self._later = behind.fork, behind.buffers, self._options()
         self._use(behind.options)
         for parameter, gradient in zip(self._parameters, behind.gradients, strict=True):
@@ -265,22 +261,13 @@ class Training:
             return  # the step before was committed, and none has begun
         fork.drop()
         self._retried = True
-        self._restore_buffers()
+        self.replica.state.restore_buffers(self._buffers)
 
     def restart(self) -> None:
         """What was computed since the step has begun does not count."""
         self.drop()
         self._retried = False
         self.open()
-
-    def _copied_buffers(self) -> dict[str, Tensor]:
-        return {name: buffer.clone() for name, buffer in self.replica.state.named_buffers().items()}
-
-    def _restore_buffers(self) -> None:
-        with torch.no_grad():
-            for name, buffer in self.replica.state.named_buffers().items():
-                if name in self._buffers:
-                    buffer.copy_(self._buffers[name])
 
     def _end(self) -> StepFork | None:
         fork, self._fork, self._later = self._fork, None, []
@@ -294,7 +281,7 @@ class Training:
 
     def detach(self) -> None:
         """Leave the model and the optimizer as they were before."""
-        self._close_stream()
+        self.joins.close()
         self._step_hook.remove()
         self.replica.detach()
 
@@ -303,7 +290,9 @@ class Training:
         if not self.remembers:
             return
         flags = torch.empty(group.size, dtype=torch.int64, device="cpu")
-        mine = 2 if self.lag and not leaving else int(leaving)  # one that may have to begin again takes on nothing
+        mine = (
+            2 if self.joins.lag and not leaving else int(leaving)
+        )  # one that may have to begin again takes on nothing
         group.all_gather_into_tensor(flags, torch.tensor([mine], device="cpu"), label="who leaves")
         leavers = [rank for rank in range(group.size) if flags[rank] == 1]
         heir = next((rank for rank in range(group.size) if not flags[rank]), None)
@@ -325,19 +314,17 @@ class Training:
         if self.data is not None:  # of a fresh member, what it gets from another one replaces it
             saved = self._saved_owners if len(self._saved_owners) == self.data.slots else []
             before = self._owners or [dict(enumerate(view.members)).get(rank, "") for rank in saved]
-            idle = view.fresh if self._streams(view) else ()
+            idle = view.fresh if self.joins.stream_in(view) else ()
             self._owners = share_slots(self.data.slots, [m for m in view.members if m not in idle], before)
 
     def enter(self, view: View, group: Group) -> None:
-        self._close_stream()
+        self.joins.close()
         self._use_group(view, group)
         self._bring_state(view)
         self.begun_from = self.begun_from if view.begins else []
         self._take_share()
         self.committed = view.step
-        if self._streams(view):
-            rest = lambda: {k: v for k, v in self._travelling().items() if k not in _AT_ONCE}  # noqa: E731
-            self._stream = Stream(view, group, rest, self._room)
+        self.joins.enter(view, group)
         self._take_slots(view)
         if (recorder := writer.active) is not None:
             operation = NO_OPERATION[:2] + (view.epoch,) + NO_OPERATION[3:]
@@ -362,7 +349,7 @@ class Training:
 
     def _bring_state(self, view: View) -> None:
         """To the fresh members of the view."""
-        self._send_state(donors(view), only=_AT_ONCE if self._streams(view) else None)
+        self._send_state(donors(view), only=_AT_ONCE if self.joins.stream_in(view) else None)
 
     def _send_state(self, pairs: Sequence[tuple[int, int]], *, only: Sequence[str] | None = None) -> None:
         """From one member to another one, in each pair: each of both calls it."""
@@ -380,67 +367,19 @@ class Training:
             self.replica.runner.divisor = self.data.slots
 
     @property
-    def streams(self) -> bool:
-        """Whether members receive the state in this view while the others train: see Note [Stream] in `stream.py`."""
-        return self._stream is not None
-
-    def _streams(self, view: View) -> bool:
-        large = sum(p.nbytes for p in self._parameters) >= stream.LARGE
-        return bool(view.fresh) and not view.begins and self.data is not None and large and self.may_stream
-
-    @property
     def computing(self) -> Group:
         """The group of the members that have the state."""
-        return self.group if self._stream is None else self._stream.group
-
-    @property
-    def _joining(self) -> Joining | None:
-        return None if self._stream is None else self._stream.joining
-
-    @property
-    def lag(self) -> int | None:
-        return None if self._joining is None else self._joining.lag
+        return self.joins.group or self.group
 
     def catch_up(self, lost: Callable[[], bool]) -> bool:
         """In place of forward and backward, on a member that receives the state. True: the others have waited for it, and it has
         the state; else it takes part in the reductions."""
-        assert self._joining is not None
-        waited = self._joining.advance(self._arrive, self._repeat, lost)
+        waited = self.joins.catch_up(self.committed, lost)
         self._clear_gradients()
-        self._buffers = self._copied_buffers()
+        self._buffers = self.replica.state.copied_buffers()
         if not waited:
-            runner, weight = self.replica.runner, self.replica.weight
-            runner.weight = 0.0
-            self.replica.reducer.contribute_zeros()
-            runner.weight = weight
+            self.joins.contribute_zeros()
         return waited
-
-    def _repeat(self, kept: Kept, behind: int) -> None:
-        """Commit a step that was kept."""
-        (gradients, self._buffers), now = kept, self.committed
-        self._restore_buffers()
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        self.committed = now - behind
-        try:
-            self._update()
-        finally:
-            self.committed = now
-
-    def begin_again(self) -> None:
-        if self._joining is not None:
-            self._joining.fail("its state differs from theirs then: is something missing in register=?")
-
-    def abort(self) -> None:
-        if self._stream is not None:
-            self._stream.abort()
-
-    def _close_stream(self) -> None:
-        before, self._stream = self._stream, None
-        if before is not None:
-            before.close()
-            if before.joining is not None:
-                self._room = before.joining.next_room
 
     def state_dict(self) -> dict[str, Any]:
         model = self.model.state_dict()
@@ -491,6 +430,9 @@ class Training:
         saved = state["hook"]
         mine = {"buffers": dict(self.model.named_buffers()), "owners": self._owners}  # also those that are not saved
         return {**state, "hook": {**saved, "state": hook.shared(saved["state"]), "owed": {}}, **mine}
+
+    def _rest(self) -> dict[str, Any]:
+        return {name: part for name, part in self._travelling().items() if name not in _AT_ONCE}
 
     def _arrive(self, state: Mapping[str, Any]) -> None:
         self._owners = state.get("owners", self._owners)

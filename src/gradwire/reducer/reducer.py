@@ -370,13 +370,6 @@ class Reducer:
         if error is not None:
             raise error
 
-    def contribute_zeros(self) -> None:
-        """Take part in a step of other ranks, without gradients of its own, and get the averages."""
-        self.prepare(range(len(self.parameters)), all_call=True)
-        self._launch(self.machine.nothing_arrived)
-        if self.machine.complete:
-            self.finish()
-
     def shadow_step_ended(self) -> None:
         """Take part in the end of a step of other ranks, without gradients of its own."""
         try:
