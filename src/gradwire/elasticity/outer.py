@@ -75,7 +75,7 @@ class OuterTraining(Training):
         self._waiting: list[tuple[int, int]] = []
         """Who has moved, and gives the state to which of them, at the end of the round."""
         super().__init__(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
-        self.may_stream = False
+        self.joins.allowed = False
         self.replica.state.warn_when_saved(None)
         self.replica.runner.attach_optimizer([], lambda: None)
 

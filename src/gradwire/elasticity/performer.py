@@ -272,7 +272,7 @@ class Performer:
                     if (vote := self._pending) is not None:
                         vote.clear()
                     group.abort(_CHANGE)
-                    self._trainer.abort()
+                    self._trainer.joins.abort()
                     group.abort_device()
             case machine.Publish(epoch, standing):
                 records.publish(epoch, self.member.me, standing)
@@ -301,7 +301,7 @@ class Performer:
     def _wants(self) -> list[int]:
         """Whether this member wants others to join, or to compute itself; and whether it wants to leave."""
         joins = bool(self._lobby) and len(self.view.members) < (self.member.max_ranks or len(self.view.members) + 1)
-        return [int(joins or self._trainer.lag is not None), int(self.member.leaving or self.leaving)]
+        return [int(joins or self._trainer.joins.lag is not None), int(self.member.leaving or self.leaving)]
 
     def _cast(self, vote: DeviceVote) -> None:
         with self._lock:
@@ -330,12 +330,12 @@ class Performer:
             self.lost()
             return
         self._leave_voted = bool(leave)
-        arrived = not holds and self._trainer.lag == 0
+        arrived = not holds and self._trainer.joins.lag == 0
         if arrived and agree:
             self._react(machine.Member.received)
         self._react(lambda member: member.voted(vote.epoch, change=bool((join and not behind) or leave)))
         if arrived and not agree:
-            self._trainer.begin_again()
+            self._trainer.joins.begin_again()
             self.lost()
 
     def _enter(self, view: machine.View) -> None:
@@ -354,7 +354,7 @@ class Performer:
             self._failure = error
             self.lost()
             return
-        if not self.member.holds and self._trainer.lag is None:
+        if not self.member.holds and self._trainer.joins.lag is None:
             self._react(machine.Member.received)
 
     def received(self) -> None:

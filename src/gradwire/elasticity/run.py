@@ -89,9 +89,9 @@ class ElasticRun(RunSteps):
         if not self.left:
             self._end_round()
             self.training.open()
-        while not self.done and self.training.lag is not None:
+        while not self.done and self.training.joins.lag is not None:
             self._catch_up()
-        if not self.left and self.training.lag is not None:
+        if not self.left and self.training.joins.lag is not None:
             self._performer.come_too_late()
         return self
 

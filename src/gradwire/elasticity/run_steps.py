@@ -62,7 +62,7 @@ class RunSteps:
     def _vote(self, number: int) -> None:
         performer = self.performer
         checked = bool(self.check_every and number % self.check_every == 0)
-        due = number == self.view.step or self.training.streams or checked
+        due = number == self.view.step or self.training.joins.streams or checked
         by_hosts = due or performer.change_voted or number + 1 == self.steps
         gate = None if by_hosts else self.training.gate
         if not performer.frozen and self._share_buffers(wait=gate is None):

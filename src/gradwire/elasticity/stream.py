@@ -33,6 +33,7 @@ from gradwire.errors import GroupAborted, HookError
 from gradwire.groups.base import Group
 from gradwire.groups.store.rendezvous import watching
 from gradwire.groups.threads_group import ThreadGroup
+from gradwire.parallel.replica import Replica
 from gradwire.runtime.threads import BoundedCall
 
 LARGE = 2**22
@@ -187,3 +188,98 @@ class Stream:
         if self.joining is None:
             with suppress(HookError):
                 self.group.close(0.0)
+
+
+class Joins:
+    """The part of one member in the joins of a run: it sends what it has, or receives it and catches up."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        state: Callable[[], Any],
+        load: Callable[[Any], object],
+        update: Callable[[int], object],
+    ) -> None:
+        """`state` returns what is sent, `load` takes it, and `update(step)` commits the averages in `.grad`."""
+        self.allowed = True
+        """Whether members may join while the others train."""
+        self._replica = replica
+        self._state, self._load, self._update = state, load, update
+        self._stream: Stream | None = None
+        self._room = ROOM
+
+    def stream_in(self, view: View) -> bool:
+        """Whether the fresh members of this view receive the state while the others train. The same on all members."""
+        large = sum(p.nbytes for p in self._replica.module.parameters()) >= LARGE
+        return bool(view.fresh) and not view.begins and self.allowed and large
+
+    def enter(self, view: View, group: Group) -> None:
+        """All members of the view have the hook's state."""
+        if self.stream_in(view):
+            self._stream = Stream(view, group, self._state, self._room)
+
+    @property
+    def streams(self) -> bool:
+        """Whether members receive the state in the present view."""
+        return self._stream is not None
+
+    @property
+    def group(self) -> Group | None:
+        """That of the members with the state, if not all have it."""
+        return None if self._stream is None else self._stream.group
+
+    @property
+    def _joining(self) -> Joining | None:
+        return None if self._stream is None else self._stream.joining
+
+    @property
+    def lag(self) -> int | None:
+        """How many steps this member is behind while it receives the state; None if it computes."""
+        return None if self._joining is None else self._joining.lag
+
+    def keep(self) -> bool:
+        """A step is committed: keep its averages if this member cannot use them yet."""
+        if self._joining is None or not self.lag:
+            return False
+        averages = [None if p.grad is None else p.grad.to("cpu", copy=True) for p in self._replica.parameters]
+        self._joining.keep((averages, self._replica.state.copied_buffers()))
+        return True
+
+    def catch_up(self, committed: int, lost: Callable[[], bool]) -> bool:
+        """So many steps are committed: commit some of those that were kept. True: it has the state, for which all have waited."""
+        assert self._joining is not None
+        return self._joining.advance(self._load, lambda kept, behind: self._repeat(kept, committed - behind), lost)
+
+    def _repeat(self, kept: Kept, step: int) -> None:
+        gradients, buffers = kept
+        self._replica.state.restore_buffers(buffers)
+        for parameter, gradient in zip(self._replica.parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        self._update(step)
+
+    def contribute_zeros(self) -> None:
+        """Take part in the reductions of a step, and get the averages."""
+        runner, reducer = self._replica.runner, self._replica.reducer
+        weight, runner.weight = runner.weight, 0.0
+        reducer.prepare(range(len(reducer.parameters)), all_call=True)
+        reducer.reductions.launch(reducer.machine.nothing_arrived())
+        reducer.finish()
+        runner.weight = weight
+
+    def begin_again(self) -> None:
+        """This member has caught up, and differs from the others: they are to wait until it has received their state."""
+        if self._joining is not None:
+            self._joining.fail("its state differs from theirs then: is something missing in register=?")
+
+    def abort(self) -> None:
+        """The members change: nothing more is sent. Called by any thread; does not wait."""
+        if self._stream is not None:
+            self._stream.abort()
+
+    def close(self) -> None:
+        """Nothing of the present view is used any more."""
+        before, self._stream = self._stream, None
+        if before is not None:
+            before.close()
+            if before.joining is not None:
+                self._room = before.joining.next_room

@@ -20,6 +20,9 @@ from gradwire.parallel.divergence import DivergenceSchedule, digest
 from gradwire.parallel.replicate import replicate
 from gradwire.policies import Buckets, Buffers, Graph, NonFinite
 
+AT_ONCE = ("hook", "owners")
+"""What a member needs of the state to take part in a step."""
+
 
 class TrainedState:
     """What one member of a run trains."""
@@ -117,6 +120,9 @@ class TrainedState:
         saved = state["hook"]
         mine = {"buffers": dict(self.model.named_buffers()), "owners": self._owners}  # also those that are not saved
         return {**state, "hook": {**saved, "state": hook.shared(saved["state"]), "owed": {}}, **mine}
+
+    def _rest(self) -> dict[str, Any]:
+        return {name: part for name, part in self._travelling().items() if name not in AT_ONCE}
 
     def _arrive(self, state: Mapping[str, Any]) -> None:
         self._owners = state.get("owners", self._owners)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradwire.elasticity import machine
 from gradwire.elasticity.run_records import RunRecords
+from gradwire.elasticity.stream import Joins
 from gradwire.groups.base import Group
 
 Build = Callable[[machine.View, str, RunRecords], Group]
@@ -54,15 +55,7 @@ class Trainer(Protocol):
     def hand_over(self, leaving: bool) -> None:
         """Some members leave: one that stays takes on what they owe. A collective of the old view."""
 
-    @property
-    def lag(self) -> int | None:
-        """How many steps this member is behind while it receives the state; None if it computes. See Note [Stream]."""
-
-    def begin_again(self) -> None:
-        """This member has caught up, and differs from the others: they are to wait until it has received their state."""
-
-    def abort(self) -> None:
-        """The group of the view is aborted: end what else communicates in it. Called by any thread; does not wait."""
+    joins: Joins
 
     def follow(self, view: machine.View) -> None:
         """This view comes next, whether or not its group can be made: called for every view with this member, in order."""

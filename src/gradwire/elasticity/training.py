@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from gradwire.elasticity import stream
 from gradwire.elasticity.deal import Deal, fixed_hash, share_slots
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.state import receive, send
-from gradwire.elasticity.stream import Joining, Kept, Stream, donors
+from gradwire.elasticity.stream import donors
+from gradwire.elasticity.trained_state import AT_ONCE
 from gradwire.elasticity.training_steps import TrainingSteps
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
@@ -25,10 +25,6 @@ from gradwire.policies import Buckets, Graph
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import NO_OPERATION, Place
-from gradwire.reducer.reducer import Reducer
-
-_AT_ONCE = ("hook", "owners")
-"""What a member needs of the state to take part in a step."""
 
 
 class Training(TrainingSteps):
@@ -52,10 +48,6 @@ class Training(TrainingSteps):
         """Those that this member computes in the present view."""
         self.entered: Callable[[View], object] = lambda view: None
         """Called when this member has entered a view."""
-        self.may_stream = True
-        """Whether members may join while the others train."""
-        self._stream: Stream | None = None
-        self._room = stream.ROOM
 
     @property
     def may_leave(self) -> bool:
@@ -73,7 +65,7 @@ class Training(TrainingSteps):
 
     def detach(self) -> None:
         """Leave the model and the optimizer as they were before."""
-        self._close_stream()
+        self.joins.close()
         self._step_hook.remove()
         self.replica.detach()
 
@@ -82,7 +74,9 @@ class Training(TrainingSteps):
         if not self.remembers:
             return
         flags = torch.empty(group.size, dtype=torch.int64, device="cpu")
-        mine = 2 if self.lag and not leaving else int(leaving)  # one that may have to begin again takes on nothing
+        mine = (
+            2 if self.joins.lag and not leaving else int(leaving)
+        )  # one that may have to begin again takes on nothing
         group.all_gather_into_tensor(flags, torch.tensor([mine], device="cpu"), label="who leaves")
         leavers = [rank for rank in range(group.size) if flags[rank] == 1]
         heir = next((rank for rank in range(group.size) if not flags[rank]), None)
@@ -104,19 +98,17 @@ class Training(TrainingSteps):
         if self.data is not None:  # of a fresh member, what it gets from another one replaces it
             saved = self._saved_owners if len(self._saved_owners) == self.data.slots else []
             before = self._owners or [dict(enumerate(view.members)).get(rank, "") for rank in saved]
-            idle = view.fresh if self._streams(view) else ()
+            idle = view.fresh if self.joins.stream_in(view) else ()
             self._owners = share_slots(self.data.slots, [m for m in view.members if m not in idle], before)
 
     def enter(self, view: View, group: Group) -> None:
-        self._close_stream()
+        self.joins.close()
         self._use_group(view, group)
         self.begun_from = self.begun_from if view.begins else []
         self._bring_state(view)
         self._take_share()
         self.committed = view.step
-        if self._streams(view):
-            rest = lambda: {k: v for k, v in self._travelling().items() if k not in _AT_ONCE}  # noqa: E731
-            self._stream = Stream(view, group, rest, self._room)
+        self.joins.enter(view, group)
         self._take_slots(view)
         if (recorder := writer.active) is not None:
             operation = NO_OPERATION[:2] + (view.epoch,) + NO_OPERATION[3:]
@@ -141,7 +133,7 @@ class Training(TrainingSteps):
 
     def _bring_state(self, view: View) -> None:
         """To the fresh members of the view."""
-        self._send_state(donors(view), only=_AT_ONCE if self._streams(view) else None)
+        self._send_state(donors(view), only=AT_ONCE if self.joins.stream_in(view) else None)
 
     def _send_state(self, pairs: Sequence[tuple[int, int]], *, only: Sequence[str] | None = None) -> None:
         """From one member to another one, in each pair: each of both calls it."""
@@ -159,79 +151,16 @@ class Training(TrainingSteps):
             self.replica.runner.divisor = self.data.slots
 
     @property
-    def streams(self) -> bool:
-        """Whether members receive the state in this view while the others train: see Note [Stream] in `stream.py`."""
-        return self._stream is not None
-
-    def _streams(self, view: View) -> bool:
-        large = sum(p.nbytes for p in self._parameters) >= stream.LARGE
-        return bool(view.fresh) and not view.begins and self.data is not None and large and self.may_stream
-
-    @property
     def computing(self) -> Group:
         """The group of the members that have the state."""
-        return self.group if self._stream is None else self._stream.group
-
-    @property
-    def _joining(self) -> Joining | None:
-        return None if self._stream is None else self._stream.joining
-
-    @property
-    def lag(self) -> int | None:
-        return None if self._joining is None else self._joining.lag
+        return self.joins.group or self.group
 
     def catch_up(self, lost: Callable[[], bool]) -> bool:
         """In place of forward and backward, on a member that receives the state. True: the others have waited for it, and it has
         the state; else it takes part in the reductions."""
-        assert self._joining is not None
-        waited = self._joining.advance(self._arrive, self._repeat, lost)
+        waited = self.joins.catch_up(self.committed, lost)
         self._clear_gradients()
-        self._buffers = self._copied_buffers()
+        self._buffers = self.replica.state.copied_buffers()
         if not waited:
-            runner = self.replica.runner
-            weight, runner.weight = runner.weight, 0.0
-            _contribute_zeros(self.replica.reducer)
-            runner.weight = weight
+            self.joins.contribute_zeros()
         return waited
-
-    def _apply(self) -> None:
-        if (joining := self._joining) is not None and joining.lag:
-            averages = [None if p.grad is None else p.grad.to("cpu", copy=True) for p in self._parameters]
-            joining.keep((averages, self._copied_buffers()))
-        else:
-            super()._apply()
-
-    def _repeat(self, kept: Kept, behind: int) -> None:
-        """Commit a step that was kept."""
-        (gradients, self._buffers), now = kept, self.committed
-        self._restore_buffers()
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        self.committed = now - behind
-        try:
-            self._update()
-        finally:
-            self.committed = now
-
-    def begin_again(self) -> None:
-        if self._joining is not None:
-            self._joining.fail("its state differs from theirs then: is something missing in register=?")
-
-    def abort(self) -> None:
-        if self._stream is not None:
-            self._stream.abort()
-
-    def _close_stream(self) -> None:
-        before, self._stream = self._stream, None
-        if before is not None:
-            before.close()
-            if before.joining is not None:
-                self._room = before.joining.next_room
-
-
-def _contribute_zeros(reducer: Reducer) -> None:
-    """Take part in a step of other ranks, without gradients, and get the averages."""
-    reducer.prepare(range(len(reducer.parameters)), all_call=True)
-    reducer._launch(reducer.machine.nothing_arrived)
-    if reducer.machine.complete:
-        reducer.finish()

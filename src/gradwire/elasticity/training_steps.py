@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gradwire.elasticity.deal import Deal
 from gradwire.elasticity.device_vote import mark, wait_for
 from gradwire.elasticity.saved_states import SavedState
+from gradwire.elasticity.stream import Joins
 from gradwire.elasticity.trained_state import TrainedState
 from gradwire.errors import UsageError
 from gradwire.hooks.base import CommHook
@@ -68,6 +69,8 @@ class TrainingSteps(TrainedState):
         self._buffers: dict[str, Tensor] = {}
         self._reduced = 0
         self._updating = False
+        self.joins = Joins(self.replica, self._rest, self._arrive, self._update)
+        self.joins.allowed = data is not None
         self._step_hook = optimizer.register_step_pre_hook(self._before_update)
 
     def open(self) -> None:
@@ -77,7 +80,7 @@ class TrainingSteps(TrainedState):
         if self._behind is None:  # else when it is known whether the states are those of the last step
             self._fork = self.replica.runner.states.fork()
         self._reduced = self.replica.reducer.steps
-        self._buffers = self._copied_buffers()
+        self._buffers = self.replica.state.copied_buffers()
 
     @property
     def opened(self) -> int:
@@ -134,8 +137,8 @@ class TrainingSteps(TrainedState):
 
     def commit(self) -> None:
         behind, self._behind = self._behind, None
-        if behind is None:
-            self._apply()
+        if behind is None and not self.joins.keep():
+            self._update()
             self._use(self._later)
         self.begun_from = []
         fork = self._end() if behind is None else behind.fork
@@ -146,16 +149,14 @@ class TrainingSteps(TrainedState):
         self.replica.reducer.events.step(RecordKind.STEP_COMMITTED, self.committed)
         self.committed += 1
 
-    def _apply(self) -> None:
-        """The averages of a step that is committed."""
-        self._update()
-
-    def _update(self) -> None:
-        self._updating = True
+    def _update(self, step: int | None = None) -> None:
+        """Commit the averages, as those of an earlier step if one is given."""
+        now, self._updating = self.committed, True
+        self.committed = now if step is None else step
         try:
             self.update()
         finally:
-            self._updating = False
+            self.committed, self._updating = now, False
 
     def commit_behind(self, closed: Tensor) -> None:
         fork, self._fork = self._fork, None
@@ -175,7 +176,7 @@ class TrainingSteps(TrainedState):
             return
         self.replica.runner.driver.drain(self.group.timeout)
         self.replica.reducer.abandon("the vote on the step before has failed")
-        self._restore_buffers()
+        self.replica.state.restore_buffers(self._buffers)
         self._fork, self._buffers, self._later = behind.fork, behind.buffers, self._options()
         self._use(behind.options)
         for parameter, gradient in zip(self._parameters, behind.gradients, strict=True):
@@ -188,7 +189,7 @@ class TrainingSteps(TrainedState):
             return  # the step before was committed, and none has begun
         fork.drop()
         self._retried = True
-        self._restore_buffers()
+        self.replica.state.restore_buffers(self._buffers)
 
     def restart(self) -> None:
         """What was computed since the step has begun does not count."""
@@ -201,15 +202,6 @@ class TrainingSteps(TrainedState):
         self.replica.reducer.abandon("the step has ended")
         self._clear_gradients()
         return fork
-
-    def _restore_buffers(self) -> None:
-        with torch.no_grad():
-            for name, buffer in self.replica.state.named_buffers().items():
-                if name in self._buffers:
-                    buffer.copy_(self._buffers[name])
-
-    def _copied_buffers(self) -> dict[str, Tensor]:
-        return {name: buffer.clone() for name, buffer in self.replica.state.named_buffers().items()}
 
     def _clear_gradients(self) -> None:
         for parameter in self._parameters:

@@ -72,7 +72,7 @@ def elastic(
     with on_failure(run.release):
         run.steps, run.check_every, run.rescue = steps, check_every, rescue
         run.training.update = update or optimizer.step
-        run.training.may_stream &= kind != "nccl"  # which has no group of two for tensors of the host
+        run.training.joins.allowed &= kind != "nccl"  # which has no group of two for tensors of the host
         run.register(**(register or {}))
         _check_quorum(quorum, run)
         if rescue is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,15 @@ class ModuleState:
         if not self._has_buffers:
             return {}
         return {n: b for n, b in self.module.named_buffers() if n not in self.ignore}
+
+    def copied_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self.named_buffers().items()}
+
+    def restore_buffers(self, copies: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, buffer in self.named_buffers().items():
+                if name in copies:
+                    buffer.copy_(copies[name])
 
     def sync_buffers(self, src: int = 0) -> None:
         """Make buffers equal to those of `src`, without invalidating what autograd has saved of them."""

@@ -142,7 +142,7 @@ class Chaos:
 
     def _fire(self, view: View | None, training: Training, fault: dict[str, Any]) -> None:
         view = view or View(-1, (), 0)
-        without = {fault["member"], *(view.fresh if training.streams or training.committed <= view.step else ())}
+        without = {fault["member"], *(view.fresh if training.joins.streams or training.committed <= view.step else ())}
 
         def too_few(ended: set[str]) -> bool:
             return fault["kind"] not in LASTING and len({*view.members} - without - ended) < self.least

@@ -56,7 +56,7 @@ class Streams(Threads):
     def behind(self, name: str = "joiner") -> int:
         """How many steps this joiner has kept."""
         run = self.runs.get(name)
-        joining = None if run is None else run.training._joining
+        joining = None if run is None else run.training.joins._joining
         return -1 if joining is None else len(joining._kept)
 
     def join(self, *, dead: str = "", expected: bool = True) -> Streams:
@@ -194,7 +194,7 @@ def test_a_member_dies_while_a_state_is_sent(who: str, place: str, tmp_path: Pat
 
     world = started(tmp_path, fault, members="abc").join(dead=who)
     assert world.views[2].fresh == ("joiner",)
-    assert world.runs["joiner"].training._room == stream.ROOM // 16  # it has begun again once
+    assert world.runs["joiner"].training.joins._room == stream.ROOM // 16  # it has begun again once
 
 
 @pytest.mark.parametrize("place", ["behind", "update", "caught up"])
@@ -202,7 +202,9 @@ def test_the_joiner_dies(place: str, tmp_path: Path, held: threading.Event) -> N
     def fault(world: Streams, me: str, here: str, run: ElasticRun) -> None:
         if world.behind() >= FOLLOWS:
             held.set()
-        if me == "joiner" and (here == place or (here == "behind" and place == "caught up" and run.training.lag == 0)):
+        if me == "joiner" and (
+            here == place or (here == "behind" and place == "caught up" and run.training.joins.lag == 0)
+        ):
             if place == "behind" and world.behind() < 2:
                 return
             raise Killed
@@ -313,6 +315,6 @@ def test_members_with_their_own_data_wait() -> None:
     view = elastic_threads.View(1, ("a", "b"), 1, ("b",))
     for data, streams in ((None, False), (Deal([1], global_batch=1, slots=1), True)):
         run = ElasticRun(model, optimizer, data=data)
-        assert run.training._streams(view) is streams
-        assert not run.training._streams(view._replace(begins=True))
+        assert run.training.joins.stream_in(view) is streams
+        assert not run.training.joins.stream_in(view._replace(begins=True))
         run.release()
