@@ -65,7 +65,7 @@ class Performer:
         self.leaving = False
         """Whether this process has been told to leave."""
         self._leave_voted = self._asks = False
-        """Whether the last vote asks for a leave; whether the thread that trains asks the hub itself."""
+        """Whether the last vote asks for a leave; whether the thread that trains asks the hub itself while it is frozen."""
         self.change_voted = False
         """Whether the last vote of the device asks for a change of members: it comes after the next one, which hosts count."""
         self._facts: list[int] = []
@@ -238,7 +238,7 @@ class Performer:
     def _watch(self) -> None:
         records, epoch, version = self._connect(), -2, -1
         while not self._closed.is_set():
-            if self._asks:
+            if self._asks and self.frozen:
                 self._closed.wait(_PAUSE)
                 continue
             if epoch != self.member.epoch:
