@@ -193,7 +193,8 @@ class OuterTraining(Training):
             self.ending, self._dealt, self.slots = True, dealt, []
 
     def _take_share(self) -> None:
-        """Also the inner optimizer of the same rank, if there are as many. What is owed is divided by `_counted` as before."""
+        """Also the inner optimizer of the same rank, if there are as many, until it has made a step. What is owed is divided by
+        `_counted` as before."""
         runner, (rank, size), step = self.replica.runner, (self.group.rank, self.group.size), self.opened
         shares = [one.read() for one in self.begun_from[rank::size]]
         if not shares:
@@ -202,7 +203,7 @@ class OuterTraining(Training):
         runner.restore(own["hook"], rank=own["hook"]["rank"])
         runner.change_ranks(1, 1, leavers=[one["hook"] for one in others])
         self.outer.count(step)  # of one that sits the round out, its last
-        if len(self.begun_from) == size:
+        if len(self.begun_from) == size and not self.moved:
             self.optimizer.load_state_dict(own["optimizer"])
             self._load_as_saved(own["optimizer"]["state"], own["model"])
 

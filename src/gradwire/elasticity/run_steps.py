@@ -105,9 +105,12 @@ class RunSteps:
                     self.training.open()
 
     def _share_buffers(self, *, wait: bool) -> bool:
-        """All members have those of the first one at a commit. `wait`: until they and the averages are there."""
+        """All members have those of the first that computes at a commit. `wait`: until they and the averages are there."""
+        idle = self.view.fresh if self.training.joins.streams else ()
         try:
-            self.training.replica.state.sync_buffers()
+            self.training.replica.state.sync_buffers(
+                next(n for n, one in enumerate(self.view.members) if one not in idle)
+            )
             if wait:
                 self.training.wait_for_averages(self.performer.check_group)
         except GroupError as error:

@@ -341,6 +341,38 @@ def test_states_of_all_members_go_on_as_they_were(step: int, hook: Any, tmp_path
         assert [*again.counted.values()] == [{"a"}, {"a", "b"}]
 
 
+def test_members_that_change_in_the_first_round_keep_their_own_optimizers(tmp_path: Path) -> None:
+    def saves(world: Threads, me: str, place: str, run: ElasticRun) -> None:
+        if place == "forward" and run.training.opened == EVERY:
+            save(run.saved_state(run.group.rank, rescued=False), tmp_path / me)
+
+    def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
+        if (place, run.training.opened) == ("forward", 5) and run.view.epoch == 0:
+            if me == "b":
+                world.start("joiner")
+                wait_until(lambda: run.performer._lobby, "the joiner is in the lobby")
+                raise Killed
+            wait_until(lambda: run.performer.frozen, "b is lost")
+        if place == "outer" and run.training.moved and me in "ac":
+            made = {int(state["step"]) for state in run.optimizer.state.values()}
+            assert made == {run.training.opened}
+
+    world, again = Rounds(tmp_path / "first", fault=saves), Rounds(tmp_path / "again", fault=fault)
+    prepare = again.prepare
+
+    def load_all(me: str, run: ElasticRun) -> None:
+        prepare(me, run)
+        run.load_state_dict([tmp_path / one for one in "abc"])
+
+    again.prepare = load_all  # type: ignore[method-assign]
+    for one in (world, again):
+        for me in "abc":
+            one.start(me, 3)
+        one.join()
+        assert not one.errors
+    assert again.counted[1] == {"a", "c"}
+
+
 @pytest.fixture
 def _sigterm() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)

@@ -229,6 +229,38 @@ def test_two_join_at_once(tmp_path: Path, held: threading.Event) -> None:
     assert world.views[2].fresh == ()
 
 
+def test_buffers_are_those_of_a_member_that_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that join the first in rank order is still behind when the only other one dies."""
+    monkeypatch.setattr(elastic_threads, "make_model", make_norms)
+    send, held = stream.send, {1: threading.Event(), 2: threading.Event()}
+    counts: list[int] = []
+
+    def waits(group: Any, *args: Any, pause: Callable[[float], Any]) -> None:
+        while not (held[1 if group.name.endswith("/state-1") else 2]).wait(0.01) and not pause(0.0):
+            continue
+        send(group, *args, pause=pause)
+
+    monkeypatch.setattr(stream, "send", waits)
+
+    def fault(world: Streams, me: str, place: str, run: ElasticRun) -> None:
+        if me == "a" and place == "forward" and run.view.epoch == 1:
+            held[2].set()
+            if world.runs[run.view.members[2]].performer.member.holds:
+                raise Killed
+        if place == "vote" and run.view.epoch == 2:
+            counts.append(int(run.model.norm.num_batches_tracked))  # type: ignore[union-attr, arg-type]
+            if len(counts) == FOLLOWS:
+                held[1].set()
+
+    world = Streams(tmp_path, fault=fault)
+    world.joiners, world.graph = ("joiner", "other"), Graph.FIND_UNUSED
+    world.start("a", 1)
+    world.join(expected=False)
+    assert not world.errors
+    assert world.views[2].fresh == world.views[2].members[:1]
+    assert counts == [elastic_threads.SLOTS * (world.views[2].step + n) for n in range(1, len(counts) + 1)]
+
+
 @pytest.mark.parametrize("leavers", ["b", "a b", "joiner"])
 def test_members_leave_while_a_state_is_sent(leavers: str, tmp_path: Path, held: threading.Event) -> None:
     """If all leave that have the state, the joiner gets it first."""
