@@ -122,6 +122,16 @@ def check_rounds(
             torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-12)
 
 
+def begin_from(paths: list[Path], world: Rounds) -> None:
+    prepare = world.prepare
+
+    def load(me: str, run: ElasticRun) -> None:
+        prepare(me, run)
+        run.load_state_dict(paths)
+
+    world.prepare = load  # type: ignore[method-assign]
+
+
 def dies(_: Threads) -> None:
     raise Killed
 
@@ -292,13 +302,7 @@ def test_a_state_within_a_round_is_that_of_one_member(tmp_path: Path) -> None:
     assert isinstance(world.errors["a"], TooFewMembers)
     assert errors
     again = Rounds(tmp_path / "again")
-    prepare = again.prepare
-
-    def load_first(me: str, run: ElasticRun) -> None:
-        prepare(me, run)
-        run.load_state_dict(path)
-
-    again.prepare = load_first  # type: ignore[method-assign]
+    begin_from([path], again)
     for me in "ac":
         again.start(me, 2)
     again.join()
@@ -322,18 +326,11 @@ def test_states_of_all_members_go_on_as_they_were(step: int, hook: Any, tmp_path
             save(run.saved_state(run.group.rank, rescued=step == 6), tmp_path / me)
 
     world, again = Rounds(tmp_path / "first", hook, fault=fault), Rounds(tmp_path / "again", hook)
-    prepare = again.prepare
-
-    def load_all(me: str, run: ElasticRun) -> None:
-        prepare(me, run)
-        run.load_state_dict([tmp_path / "a", tmp_path / "b"])
-
-    again.prepare = load_all  # type: ignore[method-assign]
+    begin_from([tmp_path / "a", tmp_path / "b"], again)
     for one in (world, again):
         for me in "ab":
             one.start(me, 2)
-        one.join()
-        assert not one.errors
+        assert not one.join().errors
     assert all(torch.equal(value, again.results["b"][name]) for name, value in again.results["a"].items())
     if step == 8:
         assert all(torch.equal(value, world.results["a"][name]) for name, value in again.results["a"].items())
@@ -354,22 +351,14 @@ def test_members_that_change_in_the_first_round_keep_their_own_optimizers(tmp_pa
                 raise Killed
             wait_until(lambda: run.performer.frozen, "b is lost")
         if place == "outer" and run.training.moved and me in "ac":
-            made = {int(state["step"]) for state in run.optimizer.state.values()}
-            assert made == {run.training.opened}
+            assert {int(state["step"]) for state in run.optimizer.state.values()} == {run.training.opened}
 
     world, again = Rounds(tmp_path / "first", fault=saves), Rounds(tmp_path / "again", fault=fault)
-    prepare = again.prepare
-
-    def load_all(me: str, run: ElasticRun) -> None:
-        prepare(me, run)
-        run.load_state_dict([tmp_path / one for one in "abc"])
-
-    again.prepare = load_all  # type: ignore[method-assign]
+    begin_from([tmp_path / one for one in "abc"], again)
     for one in (world, again):
         for me in "abc":
             one.start(me, 3)
-        one.join()
-        assert not one.errors
+        assert not one.join().errors
     assert again.counted[1] == {"a", "c"}
 
 
