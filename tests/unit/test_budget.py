@@ -17,7 +17,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 CODE_LINES = 37_900
 PHYSICAL_LINES = 54_600
 SHARE_OF_TEXT = 0.28
-TEST_LINES = 57_100
+TEST_LINES = 57_150
 
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,

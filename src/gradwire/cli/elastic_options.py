@@ -16,6 +16,7 @@ from gradwire.launch.chaos_schedule import ChaosSchedule, chaos_rates
 from gradwire.launch.environment import ELASTIC, HUB, HUB_KEY
 from gradwire.launch.hub_host import HubHost, host_and_port
 from gradwire.launch.supervise_elastic import ElasticPlan
+from gradwire.observe.units import plural
 from gradwire.runtime.private_file import read_private, write_private
 
 RECORDS = "hub.records"
@@ -101,8 +102,8 @@ def check_elastic(args: argparse.Namespace, ranks: int) -> None:
             raise UsageError(f"gradwire run {min(found)}: {advice}.")
     if args.elastic is not None and not args.elastic[0] <= ranks <= args.elastic[1]:
         raise UsageError(
-            f"gradwire run --nproc {ranks} --elastic {{}}:{{}}: it begins with {ranks} ranks. Choose limits that include this."
-            "".format(*args.elastic)
+            f"gradwire run --nproc {ranks} --elastic {{}}:{{}}: it begins with {plural(ranks, 'rank')}. Choose limits that include "
+            "this; to wait for more of other hosts, pass min_ranks= to gw.elastic.".format(*args.elastic)
         )
 
 

@@ -62,7 +62,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "exit code is returned. Signals are forwarded to all ranks; a second Ctrl-C kills them. SIGUSR1 shows where every rank "
         "stands, and is forwarded only to ranks that handle it. Rank 0 reads what is piped in; no rank reads the terminal."
     )
-    parser.epilog = "For several hosts use torchrun, mpirun or srun: gw.init() works under each."
+    parser.epilog = (
+        "For several hosts use torchrun, mpirun or srun: gw.init() works under each. Elastic runs: --hub and --join."
+    )
     parser.set_defaults(hints=_HINTS)
     _add_starting(parser)
     add_elastic(parser)

@@ -280,8 +280,8 @@ class HubClient:
                 raise
         self.close()
         raise GroupError(
-            f"{request[0]} at {self}: no answer in {seconds:.3g} s ({problem}). Training goes on without the hub, but members "
-            "cannot change. Start it again with its file, at the same address."
+            f"{request[0]} at {self}: no answer in {seconds:.3g} s ({problem}). If training has begun, it goes on without the "
+            "hub, but members cannot change. Start it again with its file, at the same address."
         )
 
     def _connect(self, seconds: float) -> Connection:

@@ -80,6 +80,8 @@ class RunSteps:
         except TooFewMembers as error:
             if self.rescue is not None and self.performer.member.holds:
                 _rescue(self, error, self.rescue)
+            elif self.rescue is None:
+                error.add_note("The state is not saved. To have it saved, pass rescue=FILE to gw.elastic.")
             raise
 
     def _survive(self, error: GroupError) -> bool:

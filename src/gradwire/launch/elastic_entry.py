@@ -77,6 +77,10 @@ def elastic(
         _check_quorum(quorum, run)
         if rescue is not None:
             safetensors()
+            if not Path(rescue).absolute().parent.is_dir():
+                raise UsageError(
+                    f"gw.elastic(rescue={os.fspath(rescue)!r}): there is no such directory. Make it before."
+                )
         if state is not None:
             run.load_state_dict(state)
         groups = ViewGroups(kind, timeout=timeout, **shared_memory_options(environ))

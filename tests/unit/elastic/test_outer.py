@@ -308,7 +308,7 @@ def test_a_state_within_a_round_is_that_of_one_member(tmp_path: Path) -> None:
     again.join()
     assert not again.errors
     again.counted |= {0: world.counted[0]}
-    again.made["a"][1] = world.made["a"][1] + again.made["a"][1]
+    again.made["a"][1] = world.made["a"].get(1, []) + again.made["a"].get(1, [])
     for me in "ab":
         again.made[me] = {**again.made.get(me, {}), 0: world.made[me][0]}
     assert [*again.counted.values()] == [{"a"}, {"a", "c"}, {"a", "b"}]

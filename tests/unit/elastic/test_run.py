@@ -188,6 +188,8 @@ def test_a_rescue_that_fails_is_said(tmp_path: Path) -> None:
     world.join()
     assert isinstance(error := world.errors["a"], TooFewMembers)
     assert "The state after step 1 could not be saved" in error.__notes__[0]
+    with pytest.raises(UsageError, match="there is no such directory. Make it before"):
+        gw.elastic(*make_model(), data=deal(), rescue=tmp_path / "none" / "rescued")
 
 
 @pytest.mark.parametrize("leaves", [True, False])
