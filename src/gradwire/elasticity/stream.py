@@ -261,10 +261,12 @@ class Joins:
         """Take part in the reductions of a step, and get the averages."""
         runner, reducer = self._replica.runner, self._replica.reducer
         weight, runner.weight = runner.weight, 0.0
-        reducer.prepare(range(len(reducer.parameters)), all_call=True)
-        reducer.reductions.launch(reducer.machine.nothing_arrived())
-        reducer.finish()
-        runner.weight = weight
+        try:
+            reducer.prepare(range(len(reducer.parameters)), all_call=True)
+            reducer.reductions.launch(reducer.machine.nothing_arrived())
+            reducer.finish()
+        finally:
+            runner.weight = weight
 
     def begin_again(self) -> None:
         """This member has caught up, and differs from the others: they are to wait until it has received their state."""

@@ -11,17 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
-from gradwire.elasticity.deal import Deal, fixed_hash, share_slots
+from gradwire.elasticity.deal import fixed_hash, share_slots
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.state import receive, send
 from gradwire.elasticity.stream import donors
 from gradwire.elasticity.trained_state import AT_ONCE
 from gradwire.elasticity.training_steps import TrainingSteps
 from gradwire.groups.base import Group
-from gradwire.hooks.base import CommHook
-from gradwire.policies import Buckets, Graph
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import NO_OPERATION, Place
@@ -32,22 +29,6 @@ class Training(TrainingSteps):
 
     retries = True
     """Whether a step that is not committed is computed again."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        hook: CommHook | None,
-        data: Deal | None,
-        graph: Graph,
-        buckets: Buckets | None,
-    ) -> None:
-        super().__init__(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
-        self.slots: list[int] = []
-        """Those that this member computes in the present view."""
-        self.entered: Callable[[View], object] = lambda view: None
-        """Called when this member has entered a view."""
 
     @property
     def may_leave(self) -> bool:

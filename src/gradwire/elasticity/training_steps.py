@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gradwire.elasticity.deal import Deal
 from gradwire.elasticity.device_vote import mark, wait_for
+from gradwire.elasticity.machine import View
 from gradwire.elasticity.saved_states import SavedState
 from gradwire.elasticity.stream import Joins
 from gradwire.elasticity.trained_state import TrainedState
@@ -58,6 +59,10 @@ class TrainingSteps(TrainedState):
         self.data = data
         self.update: Callable[[], object] = optimizer.step
         """What a commit does with the averages."""
+        self.slots: list[int] = []
+        """Those that this member computes in the present view."""
+        self.entered: Callable[[View], object] = lambda view: None
+        """Called when this member has entered a view."""
         self.begun_from: list[SavedState] = []
         """Until the first commit, what members saved in the run that this one continues, if the hook remembers or has rounds."""
         self._retried = False
