@@ -36,13 +36,13 @@ class Training(TrainingSteps):
         return True
 
     def facts(self, view: View, *, digests: bool) -> list[int]:
-        """What must be equal on all members when they vote."""
-        hook, data = repr(self.replica.hook), () if self.data is None else self.data.facts
-        begun = [(one.rank, one.facts) for one in self.begun_from]
-        return [
-            fixed_hash(self.opened, view.epoch, hook, begun, self._owners, data, self.gate is None, *self.settings),
-            self.digest if digests else 0,
-        ]
+        """What must be equal on all members when they vote. What changes with the view alone is asked when they compare digests,
+        as in its first step."""
+        if digests:
+            begun = [(one.rank, one.facts) for one in self.begun_from]
+            data = () if self.data is None else self.data.facts
+            self._agreed = fixed_hash(view.epoch, self.replica.hook, begun, self._owners, data)
+        return [fixed_hash(self.opened, self._agreed, self.gate is None, *self.settings), self.digest if digests else 0]
 
     def detach(self) -> None:
         """Leave the model and the optimizer as they were before."""

@@ -72,7 +72,7 @@ class TrainingSteps(TrainedState):
         self._later: list[dict[str, Any]] = []
         """Options of the optimizer that were set after the present step was enqueued behind a gate that was closed."""
         self._buffers: dict[str, Tensor] = {}
-        self._reduced = 0
+        self._agreed = self._reduced = 0
         self._updating = False
         self.joins = Joins(self.replica, self._rest, self._arrive, self._update)
         self.joins.allowed = data is not None
@@ -105,15 +105,12 @@ class TrainingSteps(TrainedState):
     @property
     def gate(self) -> torch.device | None:
         """The device that may vote: nothing but the optimizer depends on the vote, and it can be told by the device. Else None."""
-        device, *others = {p.device for p in self.replica.parameters}
+        device = self.replica.parameters[0].device
+        if device.type != "cuda" or any(p.device != device for p in self.replica.parameters):
+            return None
         hooks = len(self.optimizer._optimizer_step_pre_hooks) > 1 or self.optimizer._optimizer_step_post_hooks
         plain = self.update == self.optimizer.step and not (hooks or self.registered) and self.data is not None
-        ordered = (
-            device.type == "cuda"
-            and not others
-            and self.replica.graph is Graph.ALL_USED
-            and self.group.orders_streams(device)
-        )
+        ordered = self.replica.graph is Graph.ALL_USED and self.group.orders_streams(device)
         skips = can_skip_step(self.optimizer) and not allocates_momentum(self.optimizer)
         return device if plain and ordered and skips else None
 

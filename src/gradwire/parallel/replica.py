@@ -58,6 +58,13 @@ from gradwire.runtime.dynamo import untraced_call
 _UNLIMITED = 2**62
 
 
+@functools.cache
+def _keep_freed_memory() -> None:
+    """Of what is freed, glibc keeps twice the largest block, up to 32 MiB, that it has mapped and freed, and gives the rest back to
+    the system: gradients and temporaries of the optimizer would be mapped and cleared again in every step."""
+    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaPolicies:
     """How a model is replicated: the policies of `gradwire.policies`, and what is excluded."""
@@ -97,6 +104,7 @@ class Replica(HookControls):
         policies: ReplicaPolicies | None = None,
         sync_at_start: bool = True,
     ) -> None:
+        _keep_freed_memory()
         policies = policies or ReplicaPolicies()
         hook = hook or mean()
         check_outer(hook, "replicate")

@@ -43,11 +43,10 @@ class Streams(Threads):
 
     def pace(self, run: ElasticRun, step: int) -> bool:
         view = run.view
-        if step == BEGINS and run.performer.member.me == "a":
+        if step == BEGINS and run.performer.member.me == "a":  # whose vote the others wait for: all join in one view
+            joiners = set(self.joiners)
             for name in self.joiners:
                 self.start(name)
-        if step == BEGINS + 1 and view.epoch == 0:
-            joiners = set(self.joiners)
             wait_until(lambda: joiners <= {*run.performer._lobby} or run.performer.frozen, "joiners are in the lobby")
         if view.epoch and not view.fresh and run.steps == 60:
             run.steps = view.step + 3
