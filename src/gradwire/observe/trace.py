@@ -22,7 +22,7 @@ from typing import Any
 
 from gradwire.errors import UsageError
 from gradwire.observe.rings.clocks import Alignment, align, aligned
-from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, operations, ranks_apart
+from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, free_lane, operations, ranks_apart
 from gradwire.observe.rings.ring import Record, Ring
 from gradwire.observe.rings.views import read_faults
 from gradwire.observe.stragglers.steps import Phase, spans
@@ -193,14 +193,11 @@ def _wire(operation: Operation, cause: TraceSlice | None, end: int) -> TraceSlic
 
 def _apart(name: str, slices: Iterable[TraceSlice]) -> Iterator[Track]:
     """`slices` on as many tracks of this name as they need in order not to overlap."""
-    found: list[list[TraceSlice]] = []
+    lanes: list[int] = []
+    found: dict[int, list[TraceSlice]] = {}
     for piece in sorted(slices, key=lambda piece: piece.start):
-        track = next((track for track in found if track[-1].end <= piece.start), None)
-        if track is None:
-            found.append([piece])
-        else:
-            track.append(piece)
-    return ((name, track) for track in found)
+        found.setdefault(free_lane(lanes, piece.start, piece.end), []).append(piece)
+    return ((name, track) for track in found.values())
 
 
 def _counters(steps: Sequence[TraceSlice], found: Iterable[Operation]) -> Iterator[tuple[str, int, float]]:

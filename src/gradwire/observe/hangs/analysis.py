@@ -69,7 +69,7 @@ class GroupMember:
     def is_elsewhere(self, record: Record) -> bool:
         """Whether it has submitted this collective, which has not finished, and does not wait for it."""
         own = self._own(record, self.progress.pending.values())
-        return bool(own) and not any((one.group_id, one.rank, one.seq) in self.progress.waited for one in own)
+        return bool(own) and not any(one.operation in self.progress.waited for one in own)
 
     def has_failed(self, record: Record) -> bool:
         """Whether it has submitted this collective, which has failed."""

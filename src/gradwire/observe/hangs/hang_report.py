@@ -15,7 +15,6 @@ from gradwire.observe.hangs.stacks import Frame
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import Record
 from gradwire.observe.units import elapsed, ranks as ranks_text
-from gradwire.recorder.format import RecordKind
 from gradwire.runtime.host import ProcessState
 
 _MOST_NAMES = 6
@@ -122,17 +121,13 @@ def standing(rank: RankProgress, state: ProcessState, now: int | None) -> str:
     waiting, last = rank.waiting_in(), rank.last_collective
     if waiting is not None:
         parts.append(f"waits{_ago(' for', now, waiting[1])} in {described(waiting[0])}")
-    elif last is not None and _is_one_of(last, rank.pending.values()):
+    elif last is not None and last.operation in rank.pending:
         parts.append(f"{described(last)} in the background{_ago(' for', now, last.time)}")
     elif last is not None:  # it may have been waited for since
-        failed = last.kind is RecordKind.COLLECTIVE_FAILED or _is_one_of(last, rank.failed)
+        failed = last.operation in {one.operation for one in rank.failed}
         how = f"{'failed' if failed else 'finished'}{_ago('', now, last.time, ' ago')}"
         parts.append(f"last {last.op} (operation #{last.seq} of {last.group}) {how}")
     return ", ".join(parts)
-
-
-def _is_one_of(record: Record, others: Iterable[Record]) -> bool:
-    return (record.group, record.rank, record.seq) in {(one.group, one.rank, one.seq) for one in others}
 
 
 def _ago(before: str, now: int | None, then: int, after: str = "") -> str:

@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from gradwire.observe.report.charts import bin_steps, heat_map, history, phase_style, phases, timeline
 from gradwire.observe.report.elastic_summary import ElasticSummary
 from gradwire.observe.report.findings import find
-from gradwire.observe.report.report_model import PHASES, TRIMMED, RunReport
+from gradwire.observe.report.report_model import TRIMMED, RunReport
 from gradwire.observe.stragglers.steps import Phase
 from gradwire.observe.units import duration, plural, size
 
@@ -49,7 +49,7 @@ def facts(report: RunReport) -> dict[str, Any]:
         "system": (report.described("system") or [{}])[-1],
         "hosts": _hosts(report),
         "findings": find(report),
-        "phases": PHASES,
+        "phases": list(Phase),
         "mean": mean,
         "total": total,
         "history": history(report.steps) if report.steps else None,
@@ -76,14 +76,9 @@ def clock(seconds: float) -> str:
 
 def _most_late(table: Mapping[int, _T], report: RunReport, most: int) -> dict[int, _T]:
     """The rows of at most `most` ranks: those that were ready last on average."""
-    if len(table) <= most:
-        return dict(table)
-
-    def late(rank: int) -> float:
-        return sum(report.lateness.get(rank, {}).values())
-
-    chosen = sorted(sorted(table, key=late, reverse=True)[:most])
-    return {rank: table[rank] for rank in chosen}
+    late = {rank: sum(report.lateness.get(rank, {}).values()) for rank in table}
+    chosen = sorted(table, key=late.__getitem__, reverse=True)[:most]
+    return {rank: table[rank] for rank in sorted(chosen)}
 
 
 def _hosts(report: RunReport) -> dict[str, list[int]]:
@@ -194,7 +189,7 @@ def _steps(report: RunReport) -> Iterator[str]:
     mean = report.mean_phases
     total = sum(mean.values()) or 1.0
     yield from ("", f"Where a step's time goes: mean {duration(total)}, without the slowest and fastest {TRIMMED:.0%}")
-    for phase in PHASES:
+    for phase in Phase:
         if phase is Phase.EXPOSED and not report.has_exposed:
             yield f"  {phase.value:<22} {'-':>10} {'-':>6}"
             continue
@@ -203,7 +198,7 @@ def _steps(report: RunReport) -> Iterator[str]:
     for line in report.timelines:
         yield from ("", f"{line.title}: step {line.step}, {duration(line.seconds)}")
         for row in line.rows:
-            spent = {phase: sum(span.seconds for span in row.phases if span.phase is phase) for phase in PHASES}
+            spent = {phase: sum(span.seconds for span in row.phases if span.phase is phase) for phase in Phase}
             parts = ", ".join(f"{phase.value} {duration(seconds)}" for phase, seconds in spent.items() if seconds)
             yield from textwrap.wrap(parts, WIDTH, initial_indent=f"  rank {row.rank}: ", subsequent_indent="    ")
 

@@ -60,20 +60,18 @@ class RankProgress:
         """Whether the rank has stopped its recorder, as programs do that end by themselves."""
         return bool(self.descriptions.get("end"))
 
-    def update(self, records: Iterable[Record], before: Iterable[Record] = ()) -> None:
+    def update(self, records: Iterable[Record], before: Sequence[Record] = ()) -> None:
         """Take new records into account. `before` is what matters of others before them: see `unfinished_rows`."""
-        skipped = False
         for record in before:
-            skipped = True
             self._add(record)
-        if skipped:
+        if before:
             self.folder.forget_unfinished()
+            self.last.clear()
         for record in records:
-            if self.last and not skipped and record.number - self.last[-1].number > MANY_LOST:
+            if self.last and record.number - self.last[-1].number > MANY_LOST:
                 self.pending.clear()  # records were overwritten unread: it is not known whether these have finished
                 self.waited.clear()
                 self.folder.forget_unfinished()
-            skipped = False
             self.last.append(record)
             self.folder.add(record)
             self._add(record)
@@ -109,7 +107,7 @@ class RankProgress:
         return self.folder.tracker.phase
 
     def _update_collective(self, record: Record) -> None:
-        kind, key = record.kind, (record.group_id, record.rank, record.seq)
+        kind, key = record.kind, record.operation
         self.last_collective = record
         if kind is RecordKind.COLLECTIVE_SUBMITTED:
             self.pending[key] = record

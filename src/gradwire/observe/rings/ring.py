@@ -77,6 +77,11 @@ class Record(NamedTuple):
     model: int = 0
     """The number of the model among those over the group, the same on all ranks. 0: none."""
 
+    @property
+    def operation(self) -> tuple[int, int, int]:
+        """Which operation it is of: its group, the rank in it (threads of one process may be several), and its number there."""
+        return self.group_id, self.rank, self.seq
+
 
 def message_key(record: Record) -> tuple[int, int, int, int]:
     """The message that a send or a receive is of: group, sender, receiver and number, the same on both ranks."""
@@ -94,8 +99,8 @@ class Ring:
     """Oldest first, without gaps, except where the ring was written to while it was read."""
     descriptions: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
     """By subject, oldest first: see `FlightRecorder.describe`."""
-    part_of: Ring | None = field(default=None, repr=False)
-    """The ring of the process, if this has the records of one of its threads."""
+    lost: int = 0
+    """How many records were overwritten by later ones."""
 
     @property
     def rank(self) -> int:
@@ -121,13 +126,6 @@ class Ring:
         """Which monotonic clock its times are on: ranks of one host share it."""
         return str(self.header["clock"])
 
-    @property
-    def lost(self) -> int:
-        """How many records were overwritten by later ones."""
-        if self.part_of is not None:
-            return self.part_of.lost
-        return self.records[0].number if self.records else 0
-
     def of_kind(self, *kinds: RecordKind) -> Iterator[Record]:
         """The records of these kinds, in order."""
         return (record for record in self.records if record.kind in kinds)
@@ -147,7 +145,8 @@ def read_ring(path: str | os.PathLike[str]) -> Ring:
     with RingFile(Path(path)) as file:
         rows = file.read(0, file.capacity)
         records = file.records(rows[np.argsort(rows["number"])])
-        return Ring(file.path, file.header, records, file.read_descriptions())
+        lost = records[0].number if records else 0
+        return Ring(file.path, file.header, records, file.read_descriptions(), lost)
 
 
 class RingFile:
@@ -290,17 +289,26 @@ def read_rings(directory: str | os.PathLike[str]) -> list[Ring]:
 
 def load_rings(directory: Path) -> tuple[list[Ring], dict[str, str]]:
     """As `read_rings`, and by the name of a file why it is left out."""
-    rings: list[Ring] = []
+    headers, left_out = read_headers(directory)
+    ranks = ranks_of_launchers(headers)
+    return [
+        read_ring(path).numbered(ranks[path]) for path in sorted(ranks, key=lambda path: (ranks[path], path))
+    ], left_out
+
+
+def read_headers(directory: Path) -> tuple[dict[Path, dict[str, Any]], dict[str, str]]:
+    """The headers of the rings of a run, and by the name of a file why it is left out."""
+    headers: dict[Path, dict[str, Any]] = {}
     left_out: dict[str, str] = {}
     for path in sorted(directory.glob("rank-*.ring")):
         try:
-            rings.append(read_ring(path))
+            with RingFile(path) as ring:
+                headers[path] = ring.header
         except (OSError, UsageError) as error:
             left_out[path.name] = f"left out: {error}"
-    if not rings:
+    if not headers:
         raise nothing_recorded(directory, *left_out.values())
-    ranks = ranks_of_launchers({ring.path: ring.header for ring in rings})
-    return sorted((ring.numbered(ranks[ring.path]) for ring in rings), key=lambda ring: ring.rank), left_out
+    return headers, left_out
 
 
 def ranks_of_launchers(headers: Mapping[Path, Mapping[str, Any]], first: str = "") -> dict[Path, int]:

@@ -127,22 +127,22 @@ class RunFollower:
         """What the process of a rank does."""
         return state_of_writer(rank.header)
 
+    def _file(self, rank: RankProgress, suffix: str) -> Path:
+        return self.directory / f"rank-{rank.member or rank.rank}{suffix}"
+
     def stacks(self, ranks: Iterable[RankProgress], *, within: float = 1.0) -> dict[int, Sequence[Stack]]:
         """The stacks of these ranks, read at the same time, the main thread's first; none of those whose process is gone."""
         gone = (ProcessState.GONE, ProcessState.UNKNOWN)
-        asked = {rank.rank: rank.header for rank in ranks if self.state(rank) not in gone}
-        paths = {
-            number: self.directory / f"rank-{header.get('member') or number}.stacks" for number, header in asked.items()
-        }
-        found = read_stacks({paths[number]: header for number, header in asked.items()}, within=within)
-        return {number: found[path] for number, path in paths.items()}
+        asked = {self._file(rank, ".stacks"): rank for rank in ranks if self.state(rank) not in gone}
+        found = read_stacks({path: rank.header for path, rank in asked.items()}, within=within)
+        return {asked[path].rank: stacks for path, stacks in found.items()}
 
     def ask(self, ranks: Iterable[RankProgress], *, within: float = 0.3) -> Callable[[], dict[int, list[Awaited]]]:
         """Ask these ranks which gradients they wait for; what is returned returns the answers that have come in time."""
         silent = (ProcessState.GONE, ProcessState.UNKNOWN, ProcessState.STOPPED)
         since = time.monotonic_ns()
         paths = {
-            rank.rank: self.directory / f"rank-{rank.member or rank.rank}{SUFFIX}"
+            rank.rank: self._file(rank, SUFFIX)
             for rank in ranks
             if (how := rank.descriptions.get(SUBJECT)) and self.state(rank) not in silent and ask(rank.header, how[-1])
         }
@@ -243,22 +243,19 @@ def unfinished_rows(old: np.ndarray, rows: np.ndarray, pending: Iterable[tuple[i
     keep |= np.isin(kinds, [RecordKind.COLLECTIVE_FAILED, RecordKind.GROUP, RecordKind.WARNING])
     is_message = old["peer"] != NO_PEER
     keep[np.flatnonzero(is_message & (begun | ended))[-_KEPT_MESSAGES:]] = True
-    for chosen, order in (
-        (ended & ~is_message, ("ordinal", "rank", "group_id")),
-        (kinds == RecordKind.BUCKET_FULL, ("number", "bucket", "model", "group_id")),
+    for chosen, order, of in (
+        (ended & ~is_message, "ordinal", _keys(old["group_id"], old["rank"], np.zeros(len(old)))),
+        (kinds == RecordKind.BUCKET_FULL, "number", _keys(old["group_id"], old["model"], old["bucket"])),
     ):
         places = np.flatnonzero(chosen)
-        places = places[np.lexsort([old[name][places] for name in order])]
-        last = np.zeros(len(places), bool)
-        for column in [old[name][places] for name in order[1:]]:
-            last[:-1] |= column[1:] != column[:-1]
-        last[-1:] = True
-        keep[places[last]] = True
+        last_first = places[np.argsort(old[order][places])[::-1]]
+        keep[last_first[np.unique(of[last_first], return_index=True)[1]]] = True
     return old[keep]
 
 
 def _keys(group_id: np.ndarray, rank: np.ndarray, seq: np.ndarray) -> np.ndarray:
-    """Operations as numbers; that two have the same is as likely as that two groups have."""
+    """Operations, or other numbers within a group, as one number each; that two have the same is as likely as that two groups
+    have."""
     import numpy as np
 
     local = rank.astype(np.uint64) << np.uint64(32) | seq.astype(np.uint64)

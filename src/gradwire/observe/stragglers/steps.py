@@ -181,15 +181,15 @@ class StepFolder:
         """Take a record into account."""
         kind, time = record.kind, record.time
         if kind is RecordKind.COLLECTIVE_SUBMITTED:
-            self._pending[_key(record)] = None
+            self._pending[record.operation] = None
         elif kind is RecordKind.COLLECTIVE_WAITED:
             if record.bucket < 0 and record.thread in self._threads:
-                self._pending[_key(record)] = time
+                self._pending[record.operation] = time
         elif kind is RecordKind.COLLECTIVE_FINISHED:
             self._now.nbytes += record.nbytes
             self._collective_finished(record)
         elif kind is RecordKind.COLLECTIVE_FAILED:
-            self._pending.pop(_key(record), None)
+            self._pending.pop(record.operation, None)
         elif kind is RecordKind.BUCKET_FULL:
             self._now.ready[record.bucket] = self._launch_start = time
         elif kind is RecordKind.SAMPLES:
@@ -209,7 +209,7 @@ class StepFolder:
     def _collective_finished(self, record: Record) -> None:
         """Note the time in which a collective has blocked the rank: see Note [Own time]."""
         submitted = record.time - record.duration
-        since = self._pending.pop(_key(record), submitted)  # without a record of its submission it was over at once
+        since = self._pending.pop(record.operation, submitted)  # without a record of its submission it was over at once
         if self._launch_start is not None and submitted >= self._launch_start:
             since = submitted
         elif record.bucket >= 0:
@@ -274,10 +274,6 @@ def step_times(records: Iterable[Record]) -> list[StepTimes]:
     for record in records:
         folder.add(record)
     return list(folder.steps)
-
-
-def _key(record: Record) -> tuple[int, int, int]:
-    return record.group_id, record.rank, record.seq
 
 
 def covered(intervals: list[tuple[int, int]]) -> int:
