@@ -108,7 +108,7 @@ def _hang_lines(watch: HangWatch, waiting: LongWait | None, outcome: RunOutcome 
 def _rank_lines(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack], *, whole: bool) -> Iterator[str]:
     state = ranks.state(rank)
     waiting = rank.waiting_in()
-    own = user_line(stacks[0].frames, rank.header) if stacks else None
+    own = user_line(stacks[0], rank.header) if stacks else None
     here = rank in ranks.local_ranks
     where = "" if here else f" on {rank.header['host']}"
     ended = state is ProcessState.GONE and rank.ended
@@ -124,5 +124,5 @@ def _rank_lines(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack],
         yield f"    {'at its end in' if state is ProcessState.GONE else how_long} {described(record)}"
     for number, stack in enumerate(stacks if whole else []):
         yield f"    {'main thread' if number == 0 else 'another thread'}:"
-        for frame in stack.frames:
+        for frame in stack:
             yield f"      {frame.relative_to(os.getcwd())}"

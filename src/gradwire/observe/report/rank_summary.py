@@ -186,11 +186,6 @@ class RunFailure:
         return sorted({place.record.step for place in self.places if place.record.step >= 0})
 
     @property
-    def is_collective(self) -> bool:
-        """Whether it was a collective that has failed first, and not a step."""
-        return self.first.record.kind is RecordKind.COLLECTIVE_FAILED
-
-    @property
     def detail(self) -> str:
         """The text of the error, and what else has failed with it."""
         others = f"{self.others} other operation{'s' if self.others > 1 else ''}"

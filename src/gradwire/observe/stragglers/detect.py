@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 WINDOW = 20
-PERIOD = 1.0
-"""Seconds between two comparisons."""
 CONFIRM = 2.0
 """Seconds for which a rank must be slow before it is reported: short steps fit 20 times into a hiccup of the machine."""
 CONFIRM_STEPS = WINDOW // 2
@@ -311,15 +309,14 @@ class StragglerWatch:
         self._reported: dict[int, Straggler] = {}
         self._seen: dict[int, int] = {}
         """By rank that was reported: the step at which it was slow last."""
-        self._next = 0.0
         self._finished: list[int] = []
 
     def check(self, times: Times, now: float) -> list[str]:
         """The lines to print at `now`, in seconds on any clock. `times` are the last steps of each rank, on one clock."""
         finished = [row[-1].step for row in times.values() if row]
-        if now < self._next or finished == self._finished:
+        if finished == self._finished:
             return []
-        self._next, self._finished = now + PERIOD, finished
+        self._finished = finished
         found = slow_ranks(times)
         since = {(one.rank, one.phase): (now, one.last_step) for one in found}
         self._since = {key: self._since.get(key, begin) for key, begin in since.items()}
