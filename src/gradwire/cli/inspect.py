@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -116,7 +115,7 @@ def _rank_lines(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack],
     if rank.step >= 0:
         parts.append(f"step {rank.step}")
     if own is not None:
-        parts.append(f"at {own.relative_to(os.getcwd())}")
+        parts.append(f"at {own.short}")
     yield ", ".join(parts)
     if waiting is not None:
         record, since = waiting
@@ -125,4 +124,4 @@ def _rank_lines(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack],
     for number, stack in enumerate(stacks if whole else []):
         yield f"    {'main thread' if number == 0 else 'another thread'}:"
         for frame in stack:
-            yield f"      {frame.relative_to(os.getcwd())}"
+            yield f"      {frame.short}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.observe.hangs.analysis import Cause, LongWait, Stall, Suspect
-from gradwire.observe.hangs.stacks import Frame
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import Record
 from gradwire.observe.units import elapsed, ranks as ranks_text
@@ -46,7 +44,7 @@ def report_lines(wait: LongWait | Stall | None, suspects: Sequence[Suspect], *, 
 def _what(wait: LongWait | Stall) -> str:
     if isinstance(wait, LongWait):
         return described(wait.record)
-    where = f", in {_short(wait.where)}" if wait.where else ""
+    where = f", in {wait.where.short}" if wait.where else ""
     return f"step {wait.step}{where} ({wait.why})"
 
 
@@ -82,15 +80,15 @@ def _suspect_lines(group: Sequence[Suspect], frames: int) -> list[str]:
     process = f"process{'es' if len(group) > 1 else ''} {', '.join(names)}"
     states = dict.fromkeys(one.state.value for one in group if one.state is not ProcessState.GONE)
     other = described(suspect.other) if suspect.other is not None else ""
-    at = f": {_short(suspect.where)}" if suspect.where else f": {other}" if other else ""
+    at = f": {suspect.where.short}" if suspect.where else f": {other}" if other else ""
     who = f"{ranks_text([one.rank for one in group])} ({', '.join([process, *states])})"
     lines = [f"{who}: {suspect.cause.value}{at}"]
     if other and suspect.where:
         lines.append(f"    {other}")
     if suspect.bucket >= 0:
         lines.append(f"    {_bucket_line(suspect)}")
-    lines += [f"    another thread: {_short(frame)}" for frame in suspect.others]
-    lines += [f"    {_short(frame)}" for frame in suspect.stack[:frames]]
+    lines += [f"    another thread: {frame.short}" for frame in suspect.others]
+    lines += [f"    {frame.short}" for frame in suspect.stack[:frames]]
     if len(suspect.stack) > frames:
         lines.append(f"    ... {len(suspect.stack) - frames} more")
     return lines
@@ -105,10 +103,6 @@ def _bucket_line(suspect: Suspect) -> str:
     one = "" if suspect.certain or len(suspect.parameters) == 1 else "one of "
     of = f": it has no gradient yet of {one}{names}" if names else ""
     return f"bucket {suspect.bucket} is not full there{of}"
-
-
-def _short(frame: Frame) -> str:
-    return frame.relative_to(os.getcwd())
 
 
 def standing(rank: RankProgress, state: ProcessState, now: int | None) -> str:

@@ -52,9 +52,10 @@ class Frame:
     def __str__(self) -> str:
         return f"{self.function}() at {self.file}:{self.line}"
 
-    def relative_to(self, directory: str) -> str:
-        """As a person reads it who is in `directory`."""
-        return str(replace(self, file=self.file.removeprefix(os.path.join(directory, ""))))
+    @property
+    def short(self) -> str:
+        """With a file of the current directory by its name there."""
+        return str(replace(self, file=self.file.removeprefix(os.path.join(os.getcwd(), ""))))
 
 
 Stack = tuple[Frame, ...]

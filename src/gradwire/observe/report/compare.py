@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 
 from gradwire.observe.report.findings import Finding, find
-from gradwire.observe.report.render import WIDTH, table
+from gradwire.observe.report.render import WIDTH, table, wrapped
 from gradwire.observe.report.report_model import TRIMMED, RunReport
 from gradwire.observe.stragglers.steps import Phase
 from gradwire.observe.units import duration, plural, size
@@ -49,8 +49,7 @@ def _lines(a: RunReport, b: RunReport) -> Iterator[str]:
         if alone:
             yield from ("", f"Only in {letter}")
         for one in alone:
-            mark = f"  {one.severity}: "
-            yield from textwrap.wrap(one.title, WIDTH, initial_indent=mark, subsequent_indent="    ")
+            yield from wrapped(f"  {one.severity}: ", one.title)
 
 
 def _kind(finding: Finding) -> str:

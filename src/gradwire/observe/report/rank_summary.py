@@ -207,12 +207,12 @@ def find_failures(ranks: Iterable[RankSummary], *, left_out: Container[str] = ()
             if error_name(record) in left_out:
                 continue
             place = FailedRecord(rank.wall_time(record.time), rank.rank, record)
-            first, failure = own.get((record.group_id, record.rank), (None, None))
-            if first is not None and failure is not None and _has_failed_with(record, first):
+            known = own.get((record.group_id, record.rank))
+            if known is not None and _has_failed_with(record, known[0]):
                 if record.kind is RecordKind.STEP_FAILED:
-                    failure.places.append(place)
+                    known[1].places.append(place)
                 else:
-                    failure.others += 1
+                    known[1].others += 1
                 continue
             failure = found.setdefault(_identity(rank.rank, record), RunFailure())
             failure.places.append(place)

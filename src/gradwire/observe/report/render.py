@@ -123,13 +123,9 @@ def _lines(report: RunReport) -> Iterator[str]:
     if found:
         yield from ("", "What to look at")
     for finding in found:
-        for mark, text in (
-            (f"  {finding.severity}: ", finding.title),
-            ("    ", finding.detail),
-            ("    ", finding.advice),
-        ):
-            if text:
-                yield from textwrap.wrap(text, WIDTH, initial_indent=mark, subsequent_indent="    ")
+        yield from wrapped(f"  {finding.severity}: ", finding.title)
+        yield from wrapped("    ", finding.detail)
+        yield from wrapped("    ", finding.advice)
     if report.elastic is not None:
         yield from _elastic(report.elastic)
     if report.steps:
@@ -172,8 +168,7 @@ def _elastic(run: ElasticSummary) -> Iterator[str]:
     if run.faults:
         yield from ("", f"Faults: {len(run.faults)}")
     for fault in run.faults[-_MOST_VIEWS:]:
-        mark = f"  {clock(fault.time)}  "
-        yield from textwrap.wrap(fault.text, WIDTH, initial_indent=mark, subsequent_indent="    ")
+        yield from wrapped(f"  {clock(fault.time)}  ", fault.text)
 
 
 def _steps(report: RunReport) -> Iterator[str]:
@@ -200,7 +195,12 @@ def _steps(report: RunReport) -> Iterator[str]:
         for row in line.rows:
             spent = {phase: sum(span.seconds for span in row.phases if span.phase is phase) for phase in Phase}
             parts = ", ".join(f"{phase.value} {duration(seconds)}" for phase, seconds in spent.items() if seconds)
-            yield from textwrap.wrap(parts, WIDTH, initial_indent=f"  rank {row.rank}: ", subsequent_indent="    ")
+            yield from wrapped(f"  rank {row.rank}: ", parts)
+
+
+def wrapped(mark: str, text: str) -> list[str]:
+    """The lines of a text that begins with `mark`; none of an empty text."""
+    return textwrap.wrap(text, WIDTH, initial_indent=mark, subsequent_indent="    ")
 
 
 def table(rows: Sequence[Sequence[str]], *, right: int) -> Iterator[str]:
@@ -211,7 +211,6 @@ def table(rows: Sequence[Sequence[str]], *, right: int) -> Iterator[str]:
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [
-            cell.rjust(w) if i >= right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  " + "  ".join(cells).rstrip()
+        left = [cell.ljust(width) for cell, width in zip(row[:right], widths)]
+        numbers = [cell.rjust(width) for cell, width in zip(row[right:], widths[right:])]
+        yield "  " + "  ".join(left + numbers).rstrip()

@@ -255,18 +255,13 @@ def load_report(directory: Path) -> RunReport:
     rings: Iterable[Ring] = StoredRings(ranks)
     if len(ranks) == 1:
         rings = ranks_apart(list(rings))
-    return RunReport(
-        rings,
-        directory=directory,
-        hangs=saved_hangs(directory),
-        damaged=damaged,
-        outcome=outcome,
-        errors={n: raised for path, n in ranks.items() if (raised := _saved_error(directory, headers[path]))},
-    )
-
-
-def _saved_error(directory: Path, header: Mapping[str, Any]) -> RankError | None:
-    return RankError.load(directory, int(header["rank"]), name=str(header.get("member", "")))
+    errors: dict[int, RankError] = {}
+    for path, number in ranks.items():
+        header = headers[path]
+        if error := RankError.load(directory, header["rank"], name=str(header.get("member", ""))):
+            errors[number] = error
+    hangs = saved_hangs(directory)
+    return RunReport(rings, directory=directory, hangs=hangs, damaged=damaged, outcome=outcome, errors=errors)
 
 
 class StoredRings(Iterable[Ring]):

@@ -10,6 +10,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +30,7 @@ from gradwire.recorder.format import (
     names_path,
     record_dtype,
 )
+from gradwire.runtime.cleanup import on_failure
 from gradwire.runtime.host import ProcessState, clock_identity, process_state
 
 if TYPE_CHECKING:
@@ -149,13 +151,13 @@ def read_ring(path: str | os.PathLike[str]) -> Ring:
         return Ring(file.path, file.header, records, file.read_descriptions(), lost)
 
 
-class RingFile:
+class RingFile(AbstractContextManager["RingFile"]):
     """A ring that is open for reading."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with on_failure(os.close, self._fd):
             page = os.pread(self._fd, PAGE, 0)
             if len(page) < PAGE or not page.startswith(MAGIC):
                 raise UsageError(f"{path} is not a ring of gradwire's flight recorder.")
@@ -164,16 +166,13 @@ class RingFile:
                 raise UsageError(
                     f"{path} was written by another version of gradwire (format {version}; this one reads {VERSION})."
                 )
-            self.header = _header(page[HEADER.size : HEADER.size + length])
+            try:
+                self.header = _header(page[HEADER.size : HEADER.size + length])
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise UsageError(f"{path} is damaged: its header cannot be read ({error}).") from None
             expected = PAGE + self.capacity * size
             if os.fstat(self._fd).st_size != expected or self.capacity < 1 or self.capacity & (self.capacity - 1):
                 raise UsageError(f"{path} is damaged: {self.capacity} records in {os.fstat(self._fd).st_size} bytes.")
-        except (UsageError, OSError):
-            os.close(self._fd)
-            raise
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            os.close(self._fd)
-            raise UsageError(f"{path} is damaged: its header cannot be read ({error}).") from None
         self._names: dict[int, str] = {0: ""}
         self._names_read = 0
         self._descriptions: dict[str, list[dict[str, Any]]] = {}
@@ -217,10 +216,6 @@ class RingFile:
         numbers = self.read(0, self.capacity)["number"]
         return int(numbers.max()) if len(numbers) else -1
 
-    def has(self, number: int) -> bool:
-        """Whether a record of this number or a later one is in its slot."""
-        return len(self.read(number % self.capacity, 1, least=number)) > 0
-
     def read_descriptions(self) -> dict[str, list[dict[str, Any]]]:
         """What records refer to, by subject, as far as it was written: see `FlightRecorder.describe`."""
         self._read_names()
@@ -255,9 +250,6 @@ class RingFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
-
-    def __enter__(self) -> RingFile:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

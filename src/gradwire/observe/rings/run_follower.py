@@ -176,8 +176,10 @@ class RingFollower(RingFile):
         import numpy as np
 
         capacity = self.capacity
-        if most is not None and most < capacity and self.has(self._next + most):
-            self._next = max(self._next, self.newest() - most // 2)
+        if most is not None and most < capacity:
+            last = self._next + most
+            if len(self.read(last % capacity, 1, least=last)):
+                self._next = max(self._next, self.newest() - most // 2)
         parts: list[np.ndarray] = []
         count, left = min(self._FIRST, capacity), 2 * (capacity + self._MOST)
         while left > 0:  # a rank that writes faster than we read must not keep us

@@ -149,6 +149,11 @@ class StepTimes:
         return self.phases.get(phase, 0) / 1e9
 
     @property
+    def exposed(self) -> float:
+        """Seconds in which the rank only waited."""
+        return self.share(Phase.EXPOSED)
+
+    @property
     def compute(self) -> float:
         """Seconds in which the rank did not wait."""
         return sum(self.phases.get(phase, 0) for phase in COMPUTE) / 1e9
