@@ -68,9 +68,7 @@ def start(
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG):
                 raise
-            warnings.warn(
-                f"observe.start({str(directory)!r}): {error.strerror}, so this process is not recorded.", stacklevel=2
-            )
+            _warn(directory, f"{error.strerror}, so this process is not recorded.")
             return
         _record_optimizers(rank)
         _record_torch_ddp(rank)
@@ -81,14 +79,15 @@ def start(
             _effects.callback(answers.remove)
             recorder.describe(SUBJECT, answers.facts)
         except (OSError, RuntimeError) as error:  # no descriptors or threads left; records are worth something without
-            warnings.warn(
-                f"observe.start({str(directory)!r}): stacks and awaited gradients are not recorded: {error}",
-                stacklevel=2,
-            )
+            _warn(directory, f"stacks and awaited gradients are not recorded: {error}")
         recorder.describe("system", _system())
         writer.active = recorder
         writer.reporter = functools.partial(report_for_error, directory)
         _rank = rank
+
+
+def _warn(directory: Path, text: str) -> None:
+    warnings.warn(f"observe.start({str(directory)!r}): {text}", stacklevel=3)
 
 
 def stop() -> None:

@@ -75,7 +75,7 @@ def test_ranks_are_those_of_the_present_view(tmp_path: Path) -> None:
         write_ring(tmp_path, ring)
     run.look()
     assert {rank: one.member for rank, one in run.ranks.items()} == {0: "m-0", 1: "m-2"}
-    assert len(run._followers) == 2
+    assert len(run._open) == 2
     run.close()
 
 

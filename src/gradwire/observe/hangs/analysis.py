@@ -84,8 +84,7 @@ class GroupMember:
         """Whether it has submitted this collective or a later one; or this message."""
         if not record.ordinal:
             return bool(self._own(record, self.progress.messages))
-        reached = self.progress.reached.get((record.group_id, self.number))
-        return reached is not None and reached.ordinal >= record.ordinal
+        return self.progress.reached(record.group_id, self.number) >= record.ordinal
 
     @property
     def shares_process(self) -> bool:
@@ -198,9 +197,8 @@ def _waits(rank: RankProgress, *, failed: bool) -> Iterator[tuple[int, Record]]:
         yield from ((since, rank.pending[key]) for key, since in rank.waited.items() if key in rank.pending)
         return
     for record in (*rank.pending.values(), *rank.failed):
-        reached = rank.reached.get((record.group_id, record.rank))
         if record.ordinal:  # of a group that has not recovered since
-            counts = reached is not None and reached.ordinal >> EPOCH_SHIFT == record.ordinal >> EPOCH_SHIFT
+            counts = rank.reached(record.group_id, record.rank) >> EPOCH_SHIFT == record.ordinal >> EPOCH_SHIFT
         else:
             counts = record not in rank.failed or record is rank.failed[-1]
         if counts:
@@ -248,10 +246,9 @@ def find_suspects(
     asked = ask(in_backward) if ask is not None and in_backward else dict
     of_rank = stacks([member.progress for member in found])
     answers = asked()
-    ranks = [member.progress.rank for member in found]
     return [
-        _suspect(member, waiting, state(member.progress), of_rank.get(rank, ()), answers.get(rank, ()))
-        for member, rank in zip(found, ranks, strict=True)
+        _suspect(m, waiting, state(m.progress), of_rank.get(m.progress.rank, ()), answers.get(m.progress.rank, ()))
+        for m in found
     ]
 
 

@@ -96,8 +96,7 @@ class RankSummary:
         self.steps = step_times(records)
         self.last_step = max((record.step for record in records), default=-1)
         """The last step that any record names, -1 if none does."""
-        failed = RecordKind.COLLECTIVE_FAILED, RecordKind.STEP_FAILED
-        self.failures = list(ring.of_kind(*failed))[-_KEPT_EVENTS:]
+        self.failures = list(ring.of_kind(RecordKind.COLLECTIVE_FAILED, RecordKind.STEP_FAILED))[-_KEPT_EVENTS:]
         self.warnings = warning_records(ring)
         """What checks have found, the first and the last."""
         self.member = str(ring.header.get("member", ""))

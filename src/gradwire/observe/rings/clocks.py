@@ -73,12 +73,11 @@ def align(rings: Iterable[Ring]) -> dict[str, Alignment]:
         if host not in found:
             first, here = headers[hosts[0]], headers[host]
             offset = (here["started_wall"] - here["started"]) - (first["started_wall"] - first["started"])
-            for known in reached:  # but not so that a message is received before it was sent
+            for known in found:  # but not so that a message is received before it was sent
                 on_known = found[known].offset
                 offset = max([offset, *(on_known - more for *_, more in meetings.bounds(known, host))])
                 offset = min([offset, *(on_known + more for *_, more in meetings.bounds(host, known))])
             found[host] = Alignment(offset, -1)
-            reached.append(host)
     return found
 
 

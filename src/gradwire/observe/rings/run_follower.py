@@ -42,8 +42,7 @@ class RunFollower:
         """The view before the present one, and the present one; empty if the run is not elastic."""
         self._since, self._tail = since, tail
         self._clock = clock_identity()
-        self._followers: dict[Path, RingFollower] = {}
-        self._processes: dict[Path, RankProgress] = {}
+        self._open: dict[Path, tuple[RingFollower, RankProgress]] = {}
         self._over: set[Path] = set()
         """The rings of processes that are gone, and in no view any more."""
         self.damage: dict[str, str] = {}
@@ -52,9 +51,9 @@ class RunFollower:
     def look(self) -> None:
         """Read what ranks have written since the last look."""
         for path in set(self.directory.glob("rank-*.ring")) - self._over:
-            if path in self._followers and self._followers[path].is_replaced():  # a rank was started again
-                self._followers.pop(path).close()
-            if path not in self._followers:
+            if path in self._open and self._open[path][0].is_replaced():  # a rank was started again
+                self._open.pop(path)[0].close()
+            if path not in self._open:
                 try:
                     follower = RingFollower(path, tail=self._tail)
                 except OSError:  # it is gone again
@@ -66,38 +65,36 @@ class RunFollower:
                 if self._since is not None and (header["clock"] != self._clock or header["started"] < self._since):
                     follower.close()
                     continue
-                self._followers[path] = follower
-                self._processes[path] = RankProgress(int(follower.header["rank"]), follower.header)
-            follower, rank = self._followers[path], self._processes[path]
+                self._open[path] = follower, RankProgress(int(header["rank"]), header)
+            follower, rank = self._open[path]
             before, records = follower.poll_split(rank.pending)
             rank.update(records, before)
-        self.ranks = {rank.rank: rank for rank in self._processes.values()}
+        self.ranks = {rank.rank: rank for _, rank in self._open.values()}
         self._read_views()
 
     def _read_views(self) -> None:
         """Of an elastic run: number the ranks as in the present view, and leave out processes that are gone."""
-        elastic = [path for path, rank in self._processes.items() if rank.member]
-        described = [self._followers[path].read_descriptions().get("view", [])[-2:] for path in elastic]
+        elastic = {path: both for path, both in self._open.items() if both[1].member}
+        described = [follower.read_descriptions().get("view", [])[-2:] for follower, _ in elastic.values()]
         views = {view.epoch: view for view in [*self.views, *read_views(itertools.chain(*described))]}
         self.views = [views[epoch] for epoch in sorted(views)[-2:]]
         if not self.views:
             return
         members = self.views[-1].members
-        for path in elastic:
-            rank = self._processes[path]
+        for path, (follower, rank) in elastic.items():
             if rank.member in members:
                 rank.rank = members.index(rank.member)
             elif self.state(rank) is ProcessState.GONE:
                 self._over.add(path)
-                self._followers.pop(path).close()
-                del self._processes[path]
-        ranks = {rank.rank: rank for rank in self._processes.values() if rank.member in members}
+                follower.close()
+                del self._open[path]
+        ranks = {rank.rank: rank for _, rank in self._open.values() if rank.member in members}
         self.ranks = {n: rank for n, rank in ranks.items() if self.state(rank) is not ProcessState.GONE} or ranks
 
     def read_descriptions(self) -> None:
         """Read what ranks have described: which parameters their buckets hold."""
-        for path, follower in self._followers.items():
-            self._processes[path].descriptions = follower.read_descriptions()
+        for follower, rank in self._open.values():
+            rank.descriptions = follower.read_descriptions()
 
     @property
     def local_ranks(self) -> list[RankProgress]:
@@ -150,7 +147,7 @@ class RunFollower:
 
     def close(self) -> None:
         """Close the files."""
-        for follower in self._followers.values():
+        for follower, _ in self._open.values():
             follower.close()
 
 

@@ -304,9 +304,8 @@ class StragglerWatch:
         """The stragglers that have been confirmed."""
         self._since: dict[tuple[int, Phase], tuple[float, int]] = {}
         """When a rank was found to be slow for the first time, and the last step of that window."""
-        self._reported: dict[int, Straggler] = {}
-        self._seen: dict[int, int] = {}
-        """By rank that was reported: the step at which it was slow last."""
+        self._reported: dict[int, tuple[Straggler, int]] = {}
+        """By rank: what was reported of it, and the step at which it was slow last."""
         self._finished: list[int] = []
 
     def check(self, times: Times, now: float) -> list[str]:
@@ -321,7 +320,7 @@ class StragglerWatch:
         self.current = [one for one in found if self._is_confirmed(one, now)]
         lines = describe(self.current) if any(map(self._is_new, self.current)) else []
         if lines:
-            self._reported |= {one.rank: one for one in self.current}
+            self._reported |= {one.rank: (one, one.last_step) for one in self.current}
         return [*lines, *self._recovered(times, {one.rank for one in found})]
 
     def _is_confirmed(self, one: Straggler, now: float) -> bool:
@@ -329,17 +328,17 @@ class StragglerWatch:
         return now - time >= CONFIRM and one.last_step - step >= CONFIRM_STEPS
 
     def _is_new(self, one: Straggler) -> bool:
-        known = self._reported.get(one.rank)
+        known, _ = self._reported.get(one.rank, (None, 0))
         return known is None or known.phase is not one.phase or not known.extra / 2 < one.extra < known.extra * 2
 
     def _recovered(self, times: Times, slow: set[int]) -> list[str]:
         """Ranks that were reported and have not been slow in a whole window since."""
         lines = []
-        for rank, known in list(self._reported.items()):
+        for rank, (known, seen) in list(self._reported.items()):
             step = times[rank][-1].step if times.get(rank) else known.last_step
             if rank in slow:
-                self._seen[rank] = step
-            elif step - self._seen.setdefault(rank, step) >= WINDOW:
-                del self._reported[rank], self._seen[rank]
+                self._reported[rank] = known, step
+            elif step - seen >= WINDOW:
+                del self._reported[rank]
                 lines.append(f"rank {rank} is as fast as the others again (step {step})")
         return lines

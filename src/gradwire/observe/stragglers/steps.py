@@ -168,7 +168,8 @@ class StepFolder:
         """The last steps, oldest first."""
         self.tracker = PhaseTracker()
         """The phase that the rank is in."""
-        self._phase_start = 0
+        self._number = 0
+        """Of the last record."""
         self._waits: list[tuple[int, int]] = []
         self._pending: dict[tuple[int, int, int], int | None] = {}
         """By collective in flight: since when the rank has waited for it. None: it does not wait."""
@@ -184,6 +185,9 @@ class StepFolder:
 
     def add(self, record: Record) -> None:
         """Take a record into account."""
+        if record.number - self._number > MANY_LOST:
+            self._forget_unfinished()
+        self._number = record.number
         kind, time = record.kind, record.time
         if kind is RecordKind.COLLECTIVE_SUBMITTED:
             self._pending[record.operation] = None
@@ -204,7 +208,7 @@ class StepFolder:
         else:
             self._phase_record(record)
 
-    def forget_unfinished(self) -> None:
+    def _forget_unfinished(self) -> None:
         """Records are missing from here on: leave out the step that they belong to."""
         self._pending.clear()
         self._waits.clear()
@@ -220,7 +224,7 @@ class StepFolder:
         elif record.bucket >= 0:
             since = None
         if since is not None:
-            self._waits.append((max(since, self._phase_start), record.time))
+            self._waits.append((max(since, self.tracker.start), record.time))
             if len(self._waits) >= _MOST_WAITS:  # a phase may last forever, e.g. in a program that trains no model
                 self._waits = [(record.time - covered(self._waits), record.time)]
 
@@ -238,7 +242,6 @@ class StepFolder:
             self._now.spend(span.phase, own)
             self._now.spend(Phase.EXPOSED, span.end - span.start - own)
         self._waits.clear()
-        self._phase_start = time
         if kind is RecordKind.STEP_ENDED:
             self._step_ended(record, time)
         elif kind is RecordKind.STEP_FAILED:
