@@ -66,26 +66,26 @@ def write_trace(rings: Sequence[Ring], path: Path, more: Iterable[Event] = ()) -
 
 def trace_events(rings: Sequence[Ring]) -> Iterator[Event]:
     """The events of the trace, on the clock of the first rank's host."""
-    rings = aligned(ranks_apart(rings))
-    origin = beginning(rings)
-    for ring in rings:
+    ranks, origin = _on_one_clock(rings)
+    for ring in ranks:
         yield from _rank_events(ring, origin)
 
 
 def fault_events(directory: Path, rings: Sequence[Ring]) -> Iterator[Event]:
     """Marks for what has happened to processes of an elastic run, as exact as the wall clock of the first rank's host."""
     if faults := read_faults(directory):
-        header = rings[0].header
-        shift = int(header["started"]) - int(header["started_wall"]) - beginning(aligned(ranks_apart(rings)))
+        header, (_, origin) = rings[0].header, _on_one_clock(rings)
+        shift = int(header["started"]) - int(header["started_wall"]) - origin
         places = {ring.header.get("member"): ring.rank for ring in rings}
         for fault in faults:
             event = {"ph": "i", "name": fault.text, "s": "g", "cat": "fault", "tid": _STEP}
             yield {**event, "pid": places.get(fault.member, rings[0].rank), "ts": (fault.time * 1e9 + shift) / 1e3}
 
 
-def beginning(rings: Sequence[Ring]) -> int:
-    """The beginning of the trace of these rings, which are on one clock."""
-    return min((r.time - r.duration for ring in rings for r in ring.records), default=0)
+def _on_one_clock(rings: Sequence[Ring]) -> tuple[list[Ring], int]:
+    """A ring for each rank, and when their trace begins."""
+    ranks = aligned(ranks_apart(rings))
+    return ranks, min((r.time - r.duration for ring in ranks for r in ring.records), default=0)
 
 
 def _rank_events(ring: Ring, origin: int) -> Iterator[Event]:
@@ -230,7 +230,7 @@ class ProfilerTraces:
     def events(self) -> Iterator[Event]:
         """Their events on the clock of the trace of `rings`."""
         alignments = align(self.rings)
-        origin = beginning(aligned(ranks_apart(self.rings)))
+        _, origin = _on_one_clock(self.rings)
         devices = itertools.count(_OTHER_PROCESSES)
         for path in self._find():
             try:

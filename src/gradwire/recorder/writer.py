@@ -173,12 +173,10 @@ class FlightRecorder:
     def number_of(self, text: str) -> int:
         """The number of a name, written to the file of names when it is seen for the first time. See Note [No locks]."""
         names = self._names
+        if text not in names and len(names) >= _MOST_NAMES:
+            text = TOO_MANY  # a label that is different every time must not fill the disk
         if text in names:
             return names[text]
-        if len(names) >= _MOST_NAMES:
-            text = TOO_MANY  # a label that is different every time must not fill the disk
-            if text in names:
-                return names[text]
         number = self._next_name()
         try:
             os.write(self._names_file, f"{number} {json.dumps(text[:_LONGEST_NAME])}\n".encode())

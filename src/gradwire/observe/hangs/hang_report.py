@@ -16,7 +16,6 @@ from gradwire.observe.units import elapsed, ranks as ranks_text
 from gradwire.runtime.host import ProcessState
 
 _MOST_NAMES = 6
-_FRAMES = 6
 
 
 def described(record: Record) -> str:
@@ -28,7 +27,7 @@ def described(record: Record) -> str:
     return f"{record.op}{name} (operation #{record.seq} of {record.group}, {record.nbytes:,} bytes{place})"
 
 
-def report_lines(wait: LongWait | Stall | None, suspects: Sequence[Suspect], *, frames: int = _FRAMES) -> list[str]:
+def report_lines(wait: LongWait | Stall | None, suspects: Sequence[Suspect], *, frames: int = 6) -> list[str]:
     """The report, for a terminal. Ranks that are at the same place are named together."""
     lines = []
     if wait is not None:

@@ -119,10 +119,9 @@ def _lines(report: RunReport) -> Iterator[str]:
         yield f"hook {hook}"
     if page["buckets"]:
         yield f"{plural(len(page['buckets']), 'bucket')}, {size(sum(one['bytes'] for one in page['buckets']))} in total"
-    found = find(report)
-    if found:
+    if page["findings"]:
         yield from ("", "What to look at")
-    for finding in found:
+    for finding in page["findings"]:
         yield from wrapped(f"  {finding.severity}: ", finding.title)
         yield from wrapped("    ", finding.detail)
         yield from wrapped("    ", finding.advice)
@@ -175,10 +174,8 @@ def _steps(report: RunReport) -> Iterator[str]:
     rows, per_bin = bin_steps(report.steps, 64)
     top = max(row.middle for row in rows) or 1.0
     bars = "".join(_BARS[max(0, min(7, int(row.middle / top * 8)))] for row in rows)
-    yield from (
-        "",
-        f"Step time: median {duration(report.step_seconds)}, longest {duration(max(row.high for row in rows))}",
-    )
+    longest = max(row.high for row in rows)
+    yield from ("", f"Step time: median {duration(report.step_seconds)}, longest {duration(longest)}")
     each = f", {per_bin} steps each" if per_bin > 1 else ""
     yield f"  {bars}  steps {report.steps[0].step}-{report.steps[-1].step}{each}"
     mean = report.mean_phases

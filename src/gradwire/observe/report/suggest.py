@@ -20,6 +20,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from gradwire.errors import UsageError
 from gradwire.observe.report.render import WIDTH
@@ -96,8 +97,7 @@ class MeasuredStep:
         return rest + computing + max(wire - (self.wire - self.exposed), last)
 
 
-@dataclass(frozen=True, slots=True)
-class Suggestion:
+class Suggestion(NamedTuple):
     """What is predicted of a run, and the hook to use, if any."""
 
     predicted: Mapping[str, float]
