@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -108,7 +107,7 @@ def _hang_lines(watch: HangWatch, waiting: LongWait | None, outcome: RunOutcome 
 def _rank_lines(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack], *, whole: bool) -> Iterator[str]:
     state = ranks.state(rank)
     waiting = rank.waiting_in()
-    own = user_line(stacks[0].frames, rank.header) if stacks else None
+    own = user_line(stacks[0], rank.header) if stacks else None
     here = rank in ranks.local_ranks
     where = "" if here else f" on {rank.header['host']}"
     ended = state is ProcessState.GONE and rank.ended
@@ -116,7 +115,7 @@ def _rank_lines(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack],
     if rank.step >= 0:
         parts.append(f"step {rank.step}")
     if own is not None:
-        parts.append(f"at {own.relative_to(os.getcwd())}")
+        parts.append(f"at {own.short}")
     yield ", ".join(parts)
     if waiting is not None:
         record, since = waiting
@@ -124,5 +123,5 @@ def _rank_lines(ranks: RunFollower, rank: RankProgress, stacks: Sequence[Stack],
         yield f"    {'at its end in' if state is ProcessState.GONE else how_long} {described(record)}"
     for number, stack in enumerate(stacks if whole else []):
         yield f"    {'main thread' if number == 0 else 'another thread'}:"
-        for frame in stack.frames:
-            yield f"      {frame.relative_to(os.getcwd())}"
+        for frame in stack:
+            yield f"      {frame.short}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import multiprocessing.spawn
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -47,7 +47,8 @@ def replace_ddp(*, hook: CommHook | str | None = None) -> None:
                 "first, or start the script with gradwire run --replace-ddp."
             )
         _replace()
-        multiprocessing.spawn.get_preparation_data = _PreparationData(multiprocessing.spawn.get_preparation_data)
+        prepare = multiprocessing.spawn.get_preparation_data
+        multiprocessing.spawn.get_preparation_data = lambda name: {**prepare(name), "gradwire": _ReplaceWhenUnpickled()}
     DistributedDataParallel.default_hook = found
 
 
@@ -92,16 +93,8 @@ def _references(name: str) -> list[str]:
     return [f"{name}.{key}" for key, value in list(variables.items()) if any(value is stock for stock in _STOCK)]
 
 
-class _PreparationData:
-    """multiprocessing's function, and the replacement, for processes that it spawns."""
-
-    def __init__(self, original: Callable[[str], dict[str, Any]]) -> None:
-        self._original = original
-
-    def __call__(self, name: str) -> dict[str, Any]:
-        return {**self._original(name), "gradwire": _ReplaceWhenUnpickled()}
-
-
 class _ReplaceWhenUnpickled:
+    """In what multiprocessing sends to a process that it spawns."""
+
     def __reduce__(self) -> Any:
         return partial(replace_ddp, hook=DistributedDataParallel.default_hook), ()

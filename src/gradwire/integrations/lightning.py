@@ -63,7 +63,7 @@ class GradwireStrategy(DDPStrategy):
         loaded, self._loaded = self._loaded, None
         if isinstance(self.model, DistributedDataParallel):  # which it is if it is to be fitted
             self.model.attach_optimizer(*self.optimizers)
-            if loaded is not None:
+            if loaded is not None and hook_controls(self.model) is not None:
                 self._restore(self.model, loaded["states"])
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -106,8 +106,6 @@ class GradwireStrategy(DDPStrategy):
         return self._last_state if hook is None else hook.hook_state_dict()
 
     def _restore(self, model: DistributedDataParallel, states: list[Any] | None) -> None:
-        if hook_controls(model) is None:
-            return
         if states is not None:
             own = self.global_rank if self.global_rank < len(states) else 0
             model.load_hook_state_dict(states[own])

@@ -23,7 +23,7 @@ from typing import Any
 from gradwire.errors import UsageError
 from gradwire.observe.recording import attach
 from gradwire.observe.rings.run_follower import RingFollower
-from gradwire.observe.stragglers.steps import MANY_LOST, Phase, StepFolder, StepTimes
+from gradwire.observe.stragglers.steps import Phase, StepFolder, StepTimes
 from gradwire.recorder import writer
 from gradwire.runtime.threads import Worker
 
@@ -44,8 +44,6 @@ METRICS: Mapping[str, str] = {
 _PHASES = {phase: f"gradwire_{phase.name.lower()}_seconds" for phase in Phase}
 _SHARE = 0.01
 _MOST_RECORDS = 1024
-_STOP_WITHIN = 5.0
-"""Seconds for a callable to return when the exporter is closed."""
 LOOPBACK = "127.0.0.1"
 _now = time.perf_counter
 _cpu_time = time.thread_time
@@ -102,8 +100,6 @@ class Export:
         self._follower: RingFollower | None = follower
         self._every = every
         self._folder = StepFolder()
-        self._number = -1
-        """Of the last record."""
         self._steps: list[StepTimes] = []
         self._took = 0.0
         self._not_before = 0.0
@@ -139,9 +135,6 @@ class Export:
     def _read(self) -> None:
         follower = self._follower
         for record in [] if follower is None else follower.poll(most=_MOST_RECORDS):
-            if record.number - self._number > MANY_LOST:
-                self._folder.forget_unfinished()
-            self._number = record.number
             self._folder.add(record)
         if self._folder.is_shared:
             self._warn("ranks are threads of one process and share its recorder, so their steps are not exported")
@@ -163,7 +156,7 @@ class Export:
     def close(self) -> None:
         """Export what is left, and stop."""
         self._hook.remove()
-        if self._worker.stop(_STOP_WITHIN):
+        if self._worker.stop():
             self._every = 1
             self.poll()
         self.remove()
@@ -171,7 +164,7 @@ class Export:
     def remove(self) -> None:
         """Stop without another export. In a forked child there is no thread to end."""
         self._hook.remove()
-        ended = self._pid != os.getpid() or self._worker.stop(_STOP_WITHIN)
+        ended = self._pid != os.getpid() or self._worker.stop()
         follower, self._follower = self._follower, None
         if follower is not None and ended:  # a callable that does not return may still use it
             follower.close()

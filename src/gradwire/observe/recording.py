@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import functools
 import itertools
@@ -29,8 +30,8 @@ from gradwire.recorder.writer import FlightRecorder, Place, RankInGroup
 from gradwire.runtime.host import ProcessState, clock_identity, process_start
 
 _lock = threading.Lock()
-_closers: list[Callable[[], object]] = []
-"""What ends the effects of recording on the process."""
+_effects = contextlib.ExitStack()
+"""The effects of recording on the process: closing it ends them."""
 _rank = 0
 
 
@@ -67,27 +68,26 @@ def start(
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG):
                 raise
-            warnings.warn(
-                f"observe.start({str(directory)!r}): {error.strerror}, so this process is not recorded.", stacklevel=2
-            )
+            _warn(directory, f"{error.strerror}, so this process is not recorded.")
             return
         _record_optimizers(rank)
         _record_torch_ddp(rank)
         try:
             if threading.current_thread() is threading.main_thread():
-                _closers.append(StackFile(path.with_suffix(".stacks")).close)
+                _effects.callback(StackFile(path.with_suffix(".stacks")).close)
             answers = GradientAnswers(path.with_suffix(SUFFIX))
-            _closers.append(answers.remove)
+            _effects.callback(answers.remove)
             recorder.describe(SUBJECT, answers.facts)
         except (OSError, RuntimeError) as error:  # no descriptors or threads left; records are worth something without
-            warnings.warn(
-                f"observe.start({str(directory)!r}): stacks and awaited gradients are not recorded: {error}",
-                stacklevel=2,
-            )
+            _warn(directory, f"stacks and awaited gradients are not recorded: {error}")
         recorder.describe("system", _system())
         writer.active = recorder
         writer.reporter = functools.partial(report_for_error, directory)
         _rank = rank
+
+
+def _warn(directory: Path, text: str) -> None:
+    warnings.warn(f"observe.start({str(directory)!r}): {text}", stacklevel=3)
 
 
 def stop() -> None:
@@ -95,7 +95,7 @@ def stop() -> None:
     with _lock:
         recorder, writer.active = writer.active, None
         writer.reporter = None
-        _close_all()
+        _effects.close()
     if recorder is not None:
         recorder.describe("end", {"time": time.monotonic_ns()})
         recorder.close()
@@ -104,13 +104,7 @@ def stop() -> None:
 def attach(close: Callable[[], object]) -> None:
     """Call `close` when the recorder is stopped."""
     with _lock:
-        _closers.append(close)
-
-
-def _close_all() -> None:
-    for close in _closers:
-        close()
-    _closers.clear()
+        _effects.callback(close)
 
 
 def mark(text: str) -> None:
@@ -187,14 +181,10 @@ def _check_not_in_use(path: Path) -> None:
     """Refuse to take the ring of a process that still writes it: two ranks were given the same number."""
     try:
         with RingFile(path) as ring:
-            pid, rank = int(ring.header["pid"]), ring.header["rank"]
-            in_use = pid != os.getpid() and state_of_writer(ring.header) not in (
-                ProcessState.GONE,
-                ProcessState.UNKNOWN,
-            )
+            pid, rank, state = int(ring.header["pid"]), ring.header["rank"], state_of_writer(ring.header)
     except (OSError, UsageError):
         return
-    if in_use:
+    if pid != os.getpid() and state not in (ProcessState.GONE, ProcessState.UNKNOWN):
         raise UsageError(
             f"observe.start({str(path.parent)!r}): process {pid} records as rank {rank} there. Pass each process's own rank=, or "
             "another directory."
@@ -210,8 +200,8 @@ def _record_optimizers(rank: int) -> None:
         if (recorder := writer.active) is not None:
             recorder.put(kind, member)
 
-    moments = {RecordKind.OPTIMIZER_BEGAN: before_optimizer_steps, RecordKind.OPTIMIZER_ENDED: after_optimizer_steps}
-    _closers.extend(watch(functools.partial(record, kind)).remove for kind, watch in moments.items())
+    _effects.callback(before_optimizer_steps(functools.partial(record, RecordKind.OPTIMIZER_BEGAN)).remove)
+    _effects.callback(after_optimizer_steps(functools.partial(record, RecordKind.OPTIMIZER_ENDED)).remove)
 
 
 def _record_torch_ddp(rank: int) -> None:
@@ -221,11 +211,10 @@ def _record_torch_ddp(rank: int) -> None:
 
     if not torch.distributed.is_available():
         return
-    from torch.nn.parallel import DistributedDataParallel
-
-    if DistributedDataParallel.__module__ != "torch.nn.parallel.distributed":
+    cls: Any = torch.nn.parallel.DistributedDataParallel
+    if cls.__module__ != "torch.nn.parallel.distributed":
         return
-    original: Any = DistributedDataParallel.forward
+    original = cls.forward
     member, steps = RankInGroup(rank=rank), itertools.count()
 
     @functools.wraps(original)
@@ -240,18 +229,18 @@ def _record_torch_ddp(rank: int) -> None:
         return result
 
     def restore() -> None:
-        if getattr(DistributedDataParallel, "forward") is forward:  # noqa: B009
-            setattr(DistributedDataParallel, "forward", original)  # noqa: B010
+        if cls.forward is forward:
+            cls.forward = original
 
-    setattr(DistributedDataParallel, "forward", forward)  # noqa: B010
-    _closers.append(restore)
+    cls.forward = forward
+    _effects.callback(restore)
 
 
 def _forget() -> None:
     """In a forked child: what the parent has registered is not the child's, whose own recorder may come."""
     global _lock
     _lock = threading.Lock()  # which a thread of the parent may have held
-    _close_all()
+    _effects.close()
 
 
 os.register_at_fork(after_in_child=_forget)

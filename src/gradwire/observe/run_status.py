@@ -172,12 +172,8 @@ def _rank_status(
         return RankStatus(rank)
     ended = {ProcessState.GONE: Condition.ENDED, ProcessState.STOPPED: Condition.STOPPED}
     condition = ended.get(facts.state, Condition.RUNS if facts.steps else Condition.STARTING)
-    means: dict[str, Any] = {}
-    if steps:
-        exposed, nbytes = fmean(one.share(Phase.EXPOSED) for one in steps), fmean(one.nbytes for one in steps)
-        seconds, compute = fmean(one.seconds for one in steps), fmean(one.compute for one in steps)
-        means = dict(zip(_FIGURES, (seconds, compute, exposed, nbytes), strict=True))
-        means["has_communication"] = not any(one.backward_waits for one in steps)
+    means: dict[str, Any] = {name: fmean(getattr(one, name) for one in steps) for name in _FIGURES if steps}
+    means["has_communication"] = not any(one.backward_waits for one in steps)
     return RankStatus(rank, condition, late, facts.doing, is_slow, step=facts.step, **means)
 
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from gradwire.observe.rings.ring import Record, Ring
+from gradwire.observe.units import ranks as ranks_text
 from gradwire.recorder.format import RecordKind
 
 _STEP = re.compile(r"\bstep \d+")
 RankWarnings = tuple[int, Mapping[str, Any], Iterable[Record]]
-"""A rank, the header of its ring, and its records, or the warnings among them."""
+"""A rank, the header of its ring, and its records of warnings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +35,14 @@ class RunWarning:
     @property
     def repeats(self) -> str:
         """In words: in which steps it was recorded again; empty if it was not."""
-        if not self.again:
-            return ""
-        return (
-            f"and {self.again} times more, up to step {self.last_step}"
-            if self.again > 1
-            else f"and in step {self.last_step}"
-        )
+        if self.again > 1:
+            return f"and {self.again} times more, up to step {self.last_step}"
+        return f"and in step {self.last_step}" if self.again else ""
 
     def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.ranks))
         step = f"step {self.step}, " if self.step >= 0 else ""
         repeats = f"{self.repeats}, " if self.again else ""
-        return f"{self.text} ({step}{repeats}recorded by rank{'s' if len(self.ranks) > 1 else ''} {ranks})"
+        return f"{self.text} ({step}{repeats}recorded by {ranks_text(self.ranks)})"
 
 
 def read_warnings(rings: Sequence[Ring]) -> list[RunWarning]:
@@ -71,10 +67,9 @@ def merge_warnings(ranks: Iterable[RankWarnings]) -> list[RunWarning]:
     found: dict[tuple[str, int], dict[int, float]] = {}
     for rank, header, records in ranks:
         for record in records:
-            if record.kind is RecordKind.WARNING:
-                time = (header["started_wall"] + record.time - header["started"]) / 1e9
-                times = found.setdefault((record.label, record.step), {})
-                times[rank] = min(time, times.get(rank, time))
+            time = (header["started_wall"] + record.time - header["started"]) / 1e9
+            times = found.setdefault((record.label, record.step), {})
+            times[rank] = min(time, times.get(rank, time))
     merged = [
         RunWarning(text, tuple(sorted(times)), step, min(times.values())) for (text, step), times in found.items()
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ _KINDS = {"gradients": "the gradient of {} in step {}", "parameters": "the param
 class RankDigests:
     """What one rank has written."""
 
-    models: int = 0
+    models: int
     """How many were wrapped."""
-    steps: list[Mapping[str, Mapping[str, Digest]]] = field(default_factory=list)
+    steps: Sequence[Mapping[str, Mapping[str, Digest]]]
     """By "gradients" and "parameters", and by name."""
 
 
@@ -42,15 +42,10 @@ def read_digests(folder: Path, ranks: int) -> list[RankDigests]:
 
 
 def _read(path: Path) -> RankDigests:
-    found = RankDigests()
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-        if line.endswith("\n"):
-            row: dict[str, Any] = json.loads(line)
-            if "parameters" in row:
-                found.steps.append(row)
-            else:
-                found.models += 1
-    return found
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("\n")]
+    steps = [row for row in rows if "parameters" in row]
+    return RankDigests(len(rows) - len(steps), steps)
 
 
 def first_difference(
@@ -75,9 +70,9 @@ def first_difference(
                     continue
                 mine, theirs = one.steps[step][kind], two.steps[step][kind]
                 for name in {**mine, **theirs}:
-                    values = mine.get(name, []), theirs.get(name, [])
-                    if [one and one[:1] for one in values[:1]] != [one and one[:1] for one in values[1:]]:
-                        return f"{words.format(name, step + 1)} on rank {rank} ({_apart(*values, names)})"
+                    x, y = mine.get(name, []), theirs.get(name, [])
+                    if (x and x[:1]) != (y and y[:1]):
+                        return f"{words.format(name, step + 1)} on rank {rank} ({_apart(x, y, names)})"
     for rank, (one, two) in enumerate(zip(a, b, strict=True)):
         if finished and len(one.steps) != len(two.steps):
             made = (plural(len(run.steps), "step") for run in (one, two))
@@ -87,8 +82,7 @@ def first_difference(
 
 def _apart(a: Digest, b: Digest, names: tuple[str, str]) -> str:
     if not a or not b:
-        what = {True: "in the step", False: "not in the step"}
-        texts = ("none" if one is None else what[bool(one)] for one in (a, b))
+        texts = ("none" if one is None else "in the step" if one else "not in the step" for one in (a, b))
         return ", ".join(f"{text} with {name}" for text, name in zip(texts, names, strict=True))
     (_, x, *mine), (_, y, *theirs) = a, b
     norms = f"norm {x:.7g} with {names[0]}, {y:.7g} with {names[1]}"

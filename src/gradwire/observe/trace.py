@@ -22,7 +22,7 @@ from typing import Any
 
 from gradwire.errors import UsageError
 from gradwire.observe.rings.clocks import Alignment, align, aligned
-from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, operations, ranks_apart
+from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, free_lane, operations, ranks_apart
 from gradwire.observe.rings.ring import Record, Ring
 from gradwire.observe.rings.views import read_faults
 from gradwire.observe.stragglers.steps import Phase, spans
@@ -66,26 +66,26 @@ def write_trace(rings: Sequence[Ring], path: Path, more: Iterable[Event] = ()) -
 
 def trace_events(rings: Sequence[Ring]) -> Iterator[Event]:
     """The events of the trace, on the clock of the first rank's host."""
-    rings = aligned(ranks_apart(rings))
-    origin = beginning(rings)
-    for ring in rings:
+    ranks, origin = _on_one_clock(rings)
+    for ring in ranks:
         yield from _rank_events(ring, origin)
 
 
 def fault_events(directory: Path, rings: Sequence[Ring]) -> Iterator[Event]:
     """Marks for what has happened to processes of an elastic run, as exact as the wall clock of the first rank's host."""
     if faults := read_faults(directory):
-        header = rings[0].header
-        shift = int(header["started"]) - int(header["started_wall"]) - beginning(aligned(ranks_apart(rings)))
+        header, (_, origin) = rings[0].header, _on_one_clock(rings)
+        shift = int(header["started"]) - int(header["started_wall"]) - origin
         places = {ring.header.get("member"): ring.rank for ring in rings}
         for fault in faults:
             event = {"ph": "i", "name": fault.text, "s": "g", "cat": "fault", "tid": _STEP}
             yield {**event, "pid": places.get(fault.member, rings[0].rank), "ts": (fault.time * 1e9 + shift) / 1e3}
 
 
-def beginning(rings: Sequence[Ring]) -> int:
-    """The beginning of the trace of these rings, which are on one clock."""
-    return min((r.time - r.duration for ring in rings for r in ring.records), default=0)
+def _on_one_clock(rings: Sequence[Ring]) -> tuple[list[Ring], int]:
+    """A ring for each rank, and when their trace begins."""
+    ranks = aligned(ranks_apart(rings))
+    return ranks, min((r.time - r.duration for ring in ranks for r in ring.records), default=0)
 
 
 def _rank_events(ring: Ring, origin: int) -> Iterator[Event]:
@@ -193,14 +193,11 @@ def _wire(operation: Operation, cause: TraceSlice | None, end: int) -> TraceSlic
 
 def _apart(name: str, slices: Iterable[TraceSlice]) -> Iterator[Track]:
     """`slices` on as many tracks of this name as they need in order not to overlap."""
-    found: list[list[TraceSlice]] = []
+    lanes: list[int] = []
+    found: dict[int, list[TraceSlice]] = {}
     for piece in sorted(slices, key=lambda piece: piece.start):
-        track = next((track for track in found if track[-1].end <= piece.start), None)
-        if track is None:
-            found.append([piece])
-        else:
-            track.append(piece)
-    return ((name, track) for track in found)
+        found.setdefault(free_lane(lanes, piece.start, piece.end), []).append(piece)
+    return ((name, track) for track in found.values())
 
 
 def _counters(steps: Sequence[TraceSlice], found: Iterable[Operation]) -> Iterator[tuple[str, int, float]]:
@@ -233,7 +230,7 @@ class ProfilerTraces:
     def events(self) -> Iterator[Event]:
         """Their events on the clock of the trace of `rings`."""
         alignments = align(self.rings)
-        origin = beginning(aligned(ranks_apart(self.rings)))
+        _, origin = _on_one_clock(self.rings)
         devices = itertools.count(_OTHER_PROCESSES)
         for path in self._find():
             try:

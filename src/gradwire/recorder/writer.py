@@ -44,6 +44,7 @@ from gradwire.recorder.format import (
     RecordKind,
     names_path,
 )
+from gradwire.runtime.cleanup import on_failure
 
 _MOST_NAMES = 65536
 _LONGEST_NAME = 1000
@@ -103,7 +104,7 @@ class FlightRecorder:
         size = PAGE + capacity * _SIZE
         new = path.with_name(f".{path.name}.{self.pid}")
         fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
+        with on_failure(new.unlink, missing_ok=True), open(fd, "r+b", buffering=0):
             os.posix_fallocate(fd, 0, size)  # see Note [A full disk]
             self._ring = mmap.mmap(fd, size)
             HEADER.pack_into(self._ring, 0, MAGIC, VERSION, _SIZE, capacity, len(text))
@@ -112,11 +113,6 @@ class FlightRecorder:
             names.unlink(missing_ok=True)  # not truncated: the ring of the run before may be read at this moment
             self._names_file = os.open(names, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
             os.write(self._names_file, b'0 ""\n')
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
         os.replace(new, path)  # a reader sees the whole header, and its names file exists
         self._names = {"": 0}
         self._next_name: Callable[[], int] = itertools.count(1).__next__
@@ -177,12 +173,10 @@ class FlightRecorder:
     def number_of(self, text: str) -> int:
         """The number of a name, written to the file of names when it is seen for the first time. See Note [No locks]."""
         names = self._names
+        if text not in names and len(names) >= _MOST_NAMES:
+            text = TOO_MANY  # a label that is different every time must not fill the disk
         if text in names:
             return names[text]
-        if len(names) >= _MOST_NAMES:
-            text = TOO_MANY  # a label that is different every time must not fill the disk
-            if text in names:
-                return names[text]
         number = self._next_name()
         try:
             os.write(self._names_file, f"{number} {json.dumps(text[:_LONGEST_NAME])}\n".encode())

@@ -25,21 +25,23 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])
 
 
+def _skip(fn: object, inside: str) -> None:
+    """Mark a function: Dynamo skips its frames, and does with those `inside` what this action of its own says."""
+    if _FrameExecStrategy is not None and isinstance(fn, FunctionType):
+        strategy = _FrameExecStrategy(_FrameAction.SKIP, getattr(_FrameAction, inside))
+        set_code_exec_strategy(fn.__code__, strategy)
+
+
 def untraced(cls: type[T]) -> type[T]:
     """Class decorator: the methods that the class itself defines, and what they call, run outside torch.compile."""
-    if _FrameExecStrategy is None:
-        return cls
-    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     for member in vars(cls).values():
-        if isinstance(member, FunctionType):
-            set_code_exec_strategy(member.__code__, skip)
+        _skip(member, "SKIP")
     return cls
 
 
 def untraced_frame(fn: F) -> F:
     """Function decorator: under torch.compile `fn` itself runs eagerly, unless it is inlined; what it calls may be compiled."""
-    if _FrameExecStrategy is not None and isinstance(fn, FunctionType):
-        set_code_exec_strategy(fn.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    _skip(fn, "DEFAULT")
     return fn
 
 
@@ -49,6 +51,5 @@ def untraced_call(fn: F) -> F:
     Dynamo checks the attribute before it inlines a call; the mark on the code object stops it at frames.
     """
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
-    if _FrameExecStrategy is not None and isinstance(fn, FunctionType):
-        set_code_exec_strategy(fn.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    _skip(fn, "SKIP")
     return fn

@@ -85,10 +85,8 @@ def process_state(pid: int, start: str = "") -> ProcessState:
     """The state of the process that started at `start` (see `process_start`); a zombie is gone."""
     if is_dead(pid, start):
         return ProcessState.GONE
-    try:
-        return _STATES.get(_stat(pid)[0], ProcessState.UNKNOWN)
-    except (OSError, IndexError):
-        return ProcessState.UNKNOWN
+    state = contents(f"/proc/{pid}/stat").rpartition(") ")[2][:1]
+    return _STATES.get(state, ProcessState.UNKNOWN)
 
 
 def handles_signal(pid: int, number: int) -> bool:

@@ -36,7 +36,7 @@ def kernels(module: str) -> Any | None:
     return None if importlib.util.find_spec("triton") is None else importlib.import_module(module)
 
 
-class Loop:
+class loop:
     """Decorator: a Python function over numpy arrays and numbers, to be compiled.
 
     >>> @loop
@@ -65,6 +65,3 @@ class Loop:
             except RuntimeError:  # no writable cache folder
                 self._compiled = njit(self._function, **options)
         return self._compiled
-
-
-loop = Loop

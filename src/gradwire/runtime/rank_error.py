@@ -58,10 +58,10 @@ class RankError:
     """The thread that it ended, if that was not the main thread."""
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, *, step: int | None = None, thread: str = "") -> RankError:
+    def of(cls, error: BaseException, rank: int, *, thread: str = "") -> RankError:
         """Describe `error`, of which nothing is kept."""
         ours = next((cause for cause in _causes(error) if isinstance(cause, errors.GradwireError)), None)
-        known = getattr(ours, "step", None)
+        step = getattr(ours, "step", None)
         culprits, summary = _subject(ours)
         return cls(
             rank,
@@ -70,7 +70,7 @@ class RankError:
             _message(error)[:_LONGEST],
             "".join(traceback.format_exception(error))[-_LONGEST:],
             time.monotonic(),
-            known if isinstance(known, int) else step,
+            step if isinstance(step, int) else None,
             culprits,
             summary,
             max(map(_consequence, _causes(error))),

@@ -12,6 +12,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Generic, ParamSpec, TypeVar
 
 Job = Callable[[], None]
@@ -92,8 +93,7 @@ class BoundedCall(Generic[R]):
 
     def __init__(self, job: Callable[[], R], *, name: str) -> None:
         self._job = job
-        self._results: list[R] = []
-        self._error: BaseException | None = None
+        self._future: Future[R] = Future()
         self.began = time.monotonic()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
@@ -104,9 +104,9 @@ class BoundedCall(Generic[R]):
 
     def _run(self) -> None:
         try:
-            self._results.append(self._job())
+            self._future.set_result(self._job())
         except BaseException as error:
-            self._error = error
+            self._future.set_exception(error)
 
     def wait(self, timeout: float) -> bool:
         """Whether the call finished within `timeout` seconds."""
@@ -120,9 +120,7 @@ class BoundedCall(Generic[R]):
 
     def result(self) -> R:
         """Return what the call returned, or raise what it raised. The call must have finished."""
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+        return self._future.result()
 
 
 _CALLS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()

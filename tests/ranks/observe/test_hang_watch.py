@@ -210,4 +210,4 @@ def test_a_process_that_is_stopped_is_looked_at_by_py_spy(tmp_path, fake_py_spy)
         path.touch()
         found = read_stacks({path: {"pid": process.pid, "main_thread": 5}})
         process.kill()
-    assert [stack.thread for stack in found[path]] == [5, 7]
+    assert [frame.file for [frame] in found[path]] == ["/b.py", "/a.py"]

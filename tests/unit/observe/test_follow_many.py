@@ -80,7 +80,9 @@ def test_what_is_left_out_does_not_matter(recorder, seed):
         assert (len(before) + len(records) < portion) is (portion > 1000)
         for known in ("pending", "waited", "groups", "full", "step"):
             assert getattr(thinned, known) == getattr(complete, known), known
-        assert {k: r.ordinal for k, r in thinned.reached.items()} == {k: r.ordinal for k, r in complete.reached.items()}
+        assert {k: s[-1].ordinal for k, s in thinned.submitted.items()} == {
+            k: s[-1].ordinal for k, s in complete.submitted.items()
+        }
     assert complete.pending
     short.close()
     whole.close()

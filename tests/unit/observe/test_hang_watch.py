@@ -84,8 +84,8 @@ Current thread 0x0000000000000001 (most recent call first):
   File "/d.py", line 3 in g
 """
     main, other = parse_stacks(text, main=1)
-    assert [str(frame) for frame in main.frames] == ["g() at /d.py:3"]
-    assert [str(frame) for frame in other.frames] == ["f() at /a b.py:12", "<module>() at /c.py:0"]
+    assert [str(frame) for frame in main] == ["g() at /d.py:3"]
+    assert [str(frame) for frame in other] == ["f() at /a b.py:12", "<module>() at /c.py:0"]
 
 
 def test_inspect_refuses_what_is_not_recorded(tmp_path, capsys):

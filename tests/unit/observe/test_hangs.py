@@ -7,7 +7,7 @@ import pytest
 from gradwire.observe.hangs.analysis import Cause, find_suspects, find_waiting
 from gradwire.observe.hangs.gradient_questions import Awaited
 from gradwire.observe.hangs.hang_report import report_lines, standing
-from gradwire.observe.hangs.stacks import Frame, Stack
+from gradwire.observe.hangs.stacks import Frame
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.recorder.format import RecordKind as K
 from gradwire.runtime.host import ProcessState
@@ -140,11 +140,11 @@ WAIT = Frame("/src/gradwire/groups/work.py", 9, "wait")
     [
         (ProcessState.GONE, [], Cause.DEAD, None),
         (ProcessState.STOPPED, [], Cause.STOPPED, None),
-        (ProcessState.RUNNING, [Stack(1, (USER,))], Cause.USER_CODE, USER),
-        (ProcessState.SLEEPING, [Stack(1, (LOADER, USER))], Cause.DATA_LOADER, USER),
-        (ProcessState.SLEEPING, [Stack(1, (USER, PUMP, LOADER))], Cause.HOOK, USER),
-        (ProcessState.SLEEPING, [Stack(1, (WAIT, USER)), Stack(2, (USER, PUMP))], Cause.HOOK, USER),
-        (ProcessState.SLEEPING, [Stack(1, (WAIT, PUMP, USER))], Cause.USER_CODE, USER),
+        (ProcessState.RUNNING, [(USER,)], Cause.USER_CODE, USER),
+        (ProcessState.SLEEPING, [(LOADER, USER)], Cause.DATA_LOADER, USER),
+        (ProcessState.SLEEPING, [(USER, PUMP, LOADER)], Cause.HOOK, USER),
+        (ProcessState.SLEEPING, [(WAIT, USER), (USER, PUMP)], Cause.HOOK, USER),
+        (ProcessState.SLEEPING, [(WAIT, PUMP, USER)], Cause.USER_CODE, USER),
         (ProcessState.SLEEPING, [], Cause.UNKNOWN, None),
     ],
 )
@@ -264,7 +264,7 @@ def test_a_receive_in_the_background_is_not_what_a_rank_does(rank, record):
     ranks[1].update([record(K.COLLECTIVE_SUBMITTED, 0, op="recv", group="world", rank=1, seq=7)])
     waiting = find_waiting(ranks, 6 * S)
     assert waiting is not None
-    [suspect] = suspects_of(ranks, waiting, stacks={1: [Stack(1, (USER,))]})
+    [suspect] = suspects_of(ranks, waiting, stacks={1: [(USER,)]})
     assert suspect.cause is Cause.USER_CODE
 
 
@@ -277,7 +277,7 @@ def test_ranks_that_are_threads_share_a_ring(rank, record):
     waiting = find_waiting([progress], 6 * S)
     assert waiting is not None
     assert (waiting.ranks, waiting.missing, waiting.unknown) == ((0, 2), (1,), 0)
-    [suspect] = suspects_of([progress], waiting, stacks={0: [Stack(1, (WAIT, USER)), Stack(2, (USER,))]})
+    [suspect] = suspects_of([progress], waiting, stacks={0: [(WAIT, USER), (USER,)]})
     assert (suspect.rank, suspect.pid, suspect.cause, suspect.stack) == (1, 100, Cause.USER_CODE, (USER,))
 
 
@@ -326,7 +326,7 @@ def test_ranks_at_the_same_place_are_named_together(rank):
     ranks = [rank(0, pending=[1]), rank(1), rank(2)]
     waiting = find_waiting(ranks, 6 * S)
     assert waiting is not None
-    found = suspects_of(ranks, waiting, stacks={n: [Stack(1, (USER,))] for n in (1, 2)})
+    found = suspects_of(ranks, waiting, stacks={n: [(USER,)] for n in (1, 2)})
     assert report_lines(waiting, found)[1:] == [
         "  ranks 1, 2 (processes 101, 102, sleeping): it is in user code: spin() at /home/me/train.py:31",
         "      bucket 1 is not full there",
@@ -380,7 +380,7 @@ def test_a_message_whose_other_half_was_not_submitted(message, op, words, other)
     waiting = find_waiting(ranks, 6 * S)
     assert waiting is not None
     assert (waiting.ranks, waiting.missing, waiting.unknown) == ((1,), (0,), 0)
-    found = suspects_of(ranks, waiting, stacks={0: [Stack(1, (USER,))]})
+    found = suspects_of(ranks, waiting, stacks={0: [(USER,)]})
     assert report_lines(waiting, found)[:3] == [
         f"rank 1 has waited for 6.0 s in {op} (operation #3 of world, 8 bytes {words} rank 0)",
         f"  rank 0 has not submitted the matching {other}",

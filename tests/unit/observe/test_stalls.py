@@ -5,7 +5,7 @@ import pytest
 from gradwire.observe.hangs.analysis import Cause
 from gradwire.observe.hangs.hang_report import report_lines
 from gradwire.observe.hangs.hang_watch import find_stall, idle_seconds
-from gradwire.observe.hangs.stacks import Frame, Stack
+from gradwire.observe.hangs.stacks import Frame
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.recorder.format import RecordKind as K
 from gradwire.runtime.host import ProcessState
@@ -52,7 +52,7 @@ def stall_of(ranks, stacks, states=None):
         ranks,
         11.0,
         state=lambda rank: (states or {}).get(rank.rank, ProcessState.SLEEPING),
-        stacks={number: [Stack(1, frames)] if frames else [] for number, frames in stacks.items()},
+        stacks={number: [frames] if frames else [] for number, frames in stacks.items()},
     )
 
 

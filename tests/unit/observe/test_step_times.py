@@ -32,6 +32,11 @@ def step(record):
     return make
 
 
+def numbered(records):
+    """In the order of time, in which a rank writes them."""
+    return [one._replace(number=n) for n, one in enumerate(sorted(records, key=lambda one: one.time))]
+
+
 OWN = {Phase.DATA: 20, Phase.FORWARD: 20, Phase.BACKWARD: 40, Phase.OPTIMIZER: 10, Phase.EXPOSED: 10}
 
 
@@ -65,7 +70,7 @@ def test_waiting_is_not_a_rank_s_own_time(step, record, start, end, bucket, phas
     more = [record(K.COLLECTIVE_FINISHED, end, duration=end - start, nbytes=8, **about)]
     if is_submitted:
         more += [record(K.COLLECTIVE_SUBMITTED, start, **about), record(K.COLLECTIVE_WAITED, start, **about)]
-    [times] = step_times([*step(0, 0), *step(1, 100, *more)])
+    [times] = step_times(numbered([*step(0, 0), *step(1, 100, *more)]))
     assert times.phases[phase] == OWN[phase] - waited
     assert times.phases[Phase.EXPOSED] == OWN[Phase.EXPOSED] + waited
     assert times.nbytes == 8
@@ -109,7 +114,7 @@ def test_a_step_that_failed_is_left_out_and_so_is_the_next(step, record):
 def test_two_models_that_are_trained_in_turns_are_one_step(step, record):
     records = [one for number in range(3) for half in (0, 100) for one in step(number, 200 * number + half)]
     records += [record(K.SAMPLES, at, nbytes=8) for at in (410, 510)]
-    times = step_times(sorted(records, key=lambda one: one.time))
+    times = step_times(numbered(records))
     assert [one.step for one in times] == [0, 1, 2]
     assert [one.end - one.start for one in times] == [100, 200, 200]
     assert times[-1].phases[Phase.FORWARD] == 40

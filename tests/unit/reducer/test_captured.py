@@ -70,7 +70,7 @@ def _no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     monkeypatch.setattr(cuda_graphs, "_alias", lambda t: t)
-    monkeypatch.setattr(jit.Loop, "compiled", lambda self: None)  # loops over numpy arrays are not torch operations
+    monkeypatch.setattr(jit.loop, "compiled", lambda self: None)  # loops over numpy arrays are not torch operations
 
 
 def _spec(*names: str) -> BucketSpec:

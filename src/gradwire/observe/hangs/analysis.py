@@ -69,7 +69,7 @@ class GroupMember:
     def is_elsewhere(self, record: Record) -> bool:
         """Whether it has submitted this collective, which has not finished, and does not wait for it."""
         own = self._own(record, self.progress.pending.values())
-        return bool(own) and not any((one.group_id, one.rank, one.seq) in self.progress.waited for one in own)
+        return bool(own) and not any(one.operation in self.progress.waited for one in own)
 
     def has_failed(self, record: Record) -> bool:
         """Whether it has submitted this collective, which has failed."""
@@ -84,8 +84,7 @@ class GroupMember:
         """Whether it has submitted this collective or a later one; or this message."""
         if not record.ordinal:
             return bool(self._own(record, self.progress.messages))
-        reached = self.progress.reached.get((record.group_id, self.number))
-        return reached is not None and reached.ordinal >= record.ordinal
+        return self.progress.reached(record.group_id, self.number) >= record.ordinal
 
     @property
     def shares_process(self) -> bool:
@@ -198,9 +197,8 @@ def _waits(rank: RankProgress, *, failed: bool) -> Iterator[tuple[int, Record]]:
         yield from ((since, rank.pending[key]) for key, since in rank.waited.items() if key in rank.pending)
         return
     for record in (*rank.pending.values(), *rank.failed):
-        reached = rank.reached.get((record.group_id, record.rank))
         if record.ordinal:  # of a group that has not recovered since
-            counts = reached is not None and reached.ordinal >> EPOCH_SHIFT == record.ordinal >> EPOCH_SHIFT
+            counts = rank.reached(record.group_id, record.rank) >> EPOCH_SHIFT == record.ordinal >> EPOCH_SHIFT
         else:
             counts = record not in rank.failed or record is rank.failed[-1]
         if counts:
@@ -248,10 +246,9 @@ def find_suspects(
     asked = ask(in_backward) if ask is not None and in_backward else dict
     of_rank = stacks([member.progress for member in found])
     answers = asked()
-    ranks = [member.progress.rank for member in found]
     return [
-        _suspect(member, waiting, state(member.progress), of_rank.get(rank, ()), answers.get(rank, ()))
-        for member, rank in zip(found, ranks, strict=True)
+        _suspect(m, waiting, state(m.progress), of_rank.get(m.progress.rank, ()), answers.get(m.progress.rank, ()))
+        for m in found
     ]
 
 
@@ -278,8 +275,8 @@ def _suspect(
     header = member.progress.header
     stack = _shown_stack(stacks, header, shared=member.shares_process)
     cause, other = _cause(member, waiting, state, stack, stacks)
-    frames = of_script(stack.frames) if stack is not None else ()
-    others = tuple(_other_places(stacks, header)) if stack is not None and stack is stacks[0] else ()
+    frames = of_script(stack)
+    others = tuple(_other_places(stacks, header)) if stack and stack is stacks[0] else ()
     bucket = _missing_bucket(member, waiting)
     names, certain = _missing_parameters(member, waiting, awaited) if bucket >= 0 else ((), False)
     where = user_line(frames, header)
@@ -300,7 +297,7 @@ def _missing_parameters(
 
 
 def _cause(
-    member: GroupMember, waiting: LongWait, state: ProcessState, stack: Stack | None, stacks: Sequence[Stack]
+    member: GroupMember, waiting: LongWait, state: ProcessState, stack: Stack, stacks: Sequence[Stack]
 ) -> tuple[Cause, Record | None]:
     """What a rank does, and the collective that it does instead, if any."""
     if (different := _different(member, waiting)) is not None:
@@ -309,41 +306,39 @@ def _cause(
     if state not in (ProcessState.GONE, ProcessState.STOPPED):
         if elsewhere is not None and not is_same(elsewhere[0], waiting.record):
             return Cause.OTHER_COLLECTIVE, elsewhere[0]
-        if any(_is_in_hook(one.frames) for one in stacks):
+        if any(map(_is_in_hook, stacks)):
             return Cause.HOOK, None
     return process_cause(state, stack), None
 
 
-def process_cause(state: ProcessState, stack: Stack | None) -> Cause:
+def process_cause(state: ProcessState, stack: Stack) -> Cause:
     """What a process does, as far as its state and the stack of a thread show it."""
     if state is ProcessState.GONE:
         return Cause.DEAD
     if state is ProcessState.STOPPED:
         return Cause.STOPPED
-    if stack is None or not stack.frames:
+    if not stack:
         return Cause.UNKNOWN
-    in_loader = any("/torch/utils/data/" in frame.file for frame in stack.frames)
+    in_loader = any("/torch/utils/data/" in frame.file for frame in stack)
     return Cause.DATA_LOADER if in_loader else Cause.USER_CODE
 
 
-def _shown_stack(stacks: Sequence[Stack], header: Mapping[str, Any], *, shared: bool) -> Stack | None:
+def _shown_stack(stacks: Sequence[Stack], header: Mapping[str, Any], *, shared: bool) -> Stack:
     """The stack of the thread that is in a hook, or else of the main thread: what other threads do does not keep the rank
     waiting. Of ranks that are threads of one process, and where the main thread runs no user code: of the first thread that does
     and that is not idle."""
-    in_hook = next((stack for stack in stacks if _is_in_hook(stack.frames)), None)
-    if in_hook is not None or not stacks:
-        return in_hook
-    if shared or not user_frames(stacks[0].frames, header):
-        return next((stack for stack in stacks if _is_busy(stack.frames, header)), stacks[0])
-    return stacks[0]
+    found = [stack for stack in stacks if _is_in_hook(stack)]
+    if stacks and not found and (shared or not user_frames(stacks[0], header)):
+        found = [stack for stack in stacks if _is_busy(stack, header)]
+    return next(iter([*found, *stacks]), ())
 
 
 def _other_places(stacks: Sequence[Stack], header: Mapping[str, Any]) -> Iterator[Frame]:
     """Where other threads run user code, if the main thread waits for threads: in a join, in gradwire, or in autograd."""
-    inner = list(takewhile(lambda frame: not user_frames([frame], header), stacks[0].frames))
+    inner = list(takewhile(lambda frame: not user_frames([frame], header), stacks[0]))
     if any(frame.file.endswith(_THREAD_WAITS) or "/gradwire/" in frame.file for frame in inner):
-        busy = [stack for stack in stacks[1:] if _is_busy(stack.frames, header)]
-        yield from (user_frames(stack.frames, header)[0] for stack in busy[:_MOST_OTHERS])
+        busy = [stack for stack in stacks[1:] if _is_busy(stack, header)]
+        yield from (user_frames(stack, header)[0] for stack in busy[:_MOST_OTHERS])
 
 
 def _is_busy(frames: Sequence[Frame], header: Mapping[str, Any]) -> bool:

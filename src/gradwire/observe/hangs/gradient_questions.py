@@ -58,9 +58,11 @@ class GradientAnswers:
     def _run(self) -> None:
         while os.read(self._reader, 1) == _ASK:
             asked = time.monotonic_ns()
+            # Not imported, as the thread that hangs may hold the lock of imports: a module that is not there has no models.
+            intake = sys.modules.get("gradwire.reducer.intake.intake")
             with contextlib.suppress(OSError, RuntimeError):  # a full disk; a model that is being made at this moment
-                answer = json.dumps({"time": asked, "models": _awaited()})
-                write_private(self._path, answer.encode())
+                models = [] if intake is None else intake.awaited_gradients()
+                write_private(self._path, json.dumps({"time": asked, "models": models}).encode())
 
     def remove(self) -> None:
         """End the thread. In a forked child there is none."""
@@ -71,12 +73,6 @@ class GradientAnswers:
                 return
         os.close(self._reader)
         os.close(self._writer)
-
-
-def _awaited() -> list[dict[str, Any]]:
-    """Without an import, whose lock the thread that hangs may hold: a module that is not there has no models."""
-    module = sys.modules.get("gradwire.reducer.intake.intake")
-    return [] if module is None else module.awaited_gradients()
 
 
 def ask(header: Mapping[str, Any], how: Mapping[str, Any]) -> bool:

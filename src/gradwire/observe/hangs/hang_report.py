@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.observe.hangs.analysis import Cause, LongWait, Stall, Suspect
-from gradwire.observe.hangs.stacks import Frame
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import Record
 from gradwire.observe.units import elapsed, ranks as ranks_text
-from gradwire.recorder.format import RecordKind
 from gradwire.runtime.host import ProcessState
 
 _MOST_NAMES = 6
-_FRAMES = 6
 
 
 def described(record: Record) -> str:
@@ -31,7 +27,7 @@ def described(record: Record) -> str:
     return f"{record.op}{name} (operation #{record.seq} of {record.group}, {record.nbytes:,} bytes{place})"
 
 
-def report_lines(wait: LongWait | Stall | None, suspects: Sequence[Suspect], *, frames: int = _FRAMES) -> list[str]:
+def report_lines(wait: LongWait | Stall | None, suspects: Sequence[Suspect], *, frames: int = 6) -> list[str]:
     """The report, for a terminal. Ranks that are at the same place are named together."""
     lines = []
     if wait is not None:
@@ -47,7 +43,7 @@ def report_lines(wait: LongWait | Stall | None, suspects: Sequence[Suspect], *, 
 def _what(wait: LongWait | Stall) -> str:
     if isinstance(wait, LongWait):
         return described(wait.record)
-    where = f", in {_short(wait.where)}" if wait.where else ""
+    where = f", in {wait.where.short}" if wait.where else ""
     return f"step {wait.step}{where} ({wait.why})"
 
 
@@ -83,15 +79,15 @@ def _suspect_lines(group: Sequence[Suspect], frames: int) -> list[str]:
     process = f"process{'es' if len(group) > 1 else ''} {', '.join(names)}"
     states = dict.fromkeys(one.state.value for one in group if one.state is not ProcessState.GONE)
     other = described(suspect.other) if suspect.other is not None else ""
-    at = f": {_short(suspect.where)}" if suspect.where else f": {other}" if other else ""
+    at = f": {suspect.where.short}" if suspect.where else f": {other}" if other else ""
     who = f"{ranks_text([one.rank for one in group])} ({', '.join([process, *states])})"
     lines = [f"{who}: {suspect.cause.value}{at}"]
     if other and suspect.where:
         lines.append(f"    {other}")
     if suspect.bucket >= 0:
         lines.append(f"    {_bucket_line(suspect)}")
-    lines += [f"    another thread: {_short(frame)}" for frame in suspect.others]
-    lines += [f"    {_short(frame)}" for frame in suspect.stack[:frames]]
+    lines += [f"    another thread: {frame.short}" for frame in suspect.others]
+    lines += [f"    {frame.short}" for frame in suspect.stack[:frames]]
     if len(suspect.stack) > frames:
         lines.append(f"    ... {len(suspect.stack) - frames} more")
     return lines
@@ -108,10 +104,6 @@ def _bucket_line(suspect: Suspect) -> str:
     return f"bucket {suspect.bucket} is not full there{of}"
 
 
-def _short(frame: Frame) -> str:
-    return frame.relative_to(os.getcwd())
-
-
 def standing(rank: RankProgress, state: ProcessState, now: int | None) -> str:
     """Where a rank is, in a line: its step, its phase, and its last collective. `now` is None on another clock."""
     parts = [f"rank {rank.rank}: {state.value}"]
@@ -122,17 +114,13 @@ def standing(rank: RankProgress, state: ProcessState, now: int | None) -> str:
     waiting, last = rank.waiting_in(), rank.last_collective
     if waiting is not None:
         parts.append(f"waits{_ago(' for', now, waiting[1])} in {described(waiting[0])}")
-    elif last is not None and _is_one_of(last, rank.pending.values()):
+    elif last is not None and last.operation in rank.pending:
         parts.append(f"{described(last)} in the background{_ago(' for', now, last.time)}")
     elif last is not None:  # it may have been waited for since
-        failed = last.kind is RecordKind.COLLECTIVE_FAILED or _is_one_of(last, rank.failed)
+        failed = last.operation in {one.operation for one in rank.failed}
         how = f"{'failed' if failed else 'finished'}{_ago('', now, last.time, ' ago')}"
         parts.append(f"last {last.op} (operation #{last.seq} of {last.group}) {how}")
     return ", ".join(parts)
-
-
-def _is_one_of(record: Record, others: Iterable[Record]) -> bool:
-    return (record.group, record.rank, record.seq) in {(one.group, one.rank, one.seq) for one in others}
 
 
 def _ago(before: str, now: int | None, then: int, after: str = "") -> str:

@@ -164,11 +164,7 @@ class HangWatch:
 
     def _ended(self, report: _Report) -> list[str]:
         wait, record, report.wait = report.wait, report.record, None
-        if (
-            record is not None
-            and isinstance(wait, analysis.LongWait)
-            and any(m.has_failed(record) for m in wait.members)
-        ):
+        if isinstance(wait, analysis.LongWait) and any(member.has_failed(wait.record) for member in wait.members):
             return []
         seconds = time.monotonic() - report.began
         report.longest = max(report.longest, seconds)
@@ -212,11 +208,8 @@ class HangWatch:
             bucket = -1 if record is None else ended.missing_bucket(record.group_id, record.model)
             names = () if record is None else analysis.parameters_of(record, bucket, list(self.run.ranks.values()))
             pid = int(ended.header["pid"])
-            suspects.append(
-                analysis.Suspect(
-                    rank, pid, analysis.Cause.DEAD, ProcessState.GONE, bucket=bucket, parameters=tuple(names)
-                )
-            )
+            gone = analysis.Cause.DEAD, ProcessState.GONE
+            suspects = [analysis.Suspect(rank, pid, *gone, bucket=bucket, parameters=names)]
         line = standing(ended, self.run.state(ended), time.monotonic_ns())
         report = self._report_of(waiting, suspects)
         lines = self._print(report)
@@ -276,14 +269,13 @@ def find_stall(
     """The ranks that wait, and those that they wait for. None if all wait or none does, which shows no cause."""
     waiting, suspects = [], []
     for rank in ranks:
-        main = next(iter(stacks.get(rank.rank, ())), None)
-        frames = () if main is None else main.frames
+        frames = next(iter(stacks.get(rank.rank, ())), ())
         where = user_line(frames, rank.header)
         inner = frames if where is None else frames[: frames.index(where)]
         if any(part in frame.file for frame in inner for part in _TORCH_WAITS):
             waiting.append((rank, where))
         else:
-            cause = analysis.process_cause(state(rank), main)
+            cause = analysis.process_cause(state(rank), frames)
             pid = int(rank.header["pid"])
             suspects.append(analysis.Suspect(rank.rank, pid, cause, state(rank), frames, where, member=rank.member))
     if not waiting or not suspects:

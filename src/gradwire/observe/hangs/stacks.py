@@ -52,17 +52,14 @@ class Frame:
     def __str__(self) -> str:
         return f"{self.function}() at {self.file}:{self.line}"
 
-    def relative_to(self, directory: str) -> str:
-        """As a person reads it who is in `directory`."""
-        return str(replace(self, file=self.file.removeprefix(os.path.join(directory, ""))))
+    @property
+    def short(self) -> str:
+        """With a file of the current directory by its name there."""
+        return str(replace(self, file=self.file.removeprefix(os.path.join(os.getcwd(), ""))))
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """What one thread does, most recent call first."""
-
-    thread: int
-    frames: tuple[Frame, ...]
+Stack = tuple[Frame, ...]
+"""What one thread does, most recent call first."""
 
 
 class StackFile:
@@ -100,7 +97,7 @@ def read_stacks(headers: Mapping[Path, Mapping[str, Any]], *, within: float = 1.
                     texts[path], changed[path] = text, time.monotonic()
             found[path] = parse_stacks(texts[path], main=int(headers[path]["main_thread"]))
             # Nothing marks the end, except that the stack of a program ends in a module.
-            ended = any(stack.frames and stack.frames[-1].function in _OUTERMOST for stack in found[path][:1])
+            ended = any(stack and stack[-1].function in _OUTERMOST for stack in found[path][:1])
             if found[path] and time.monotonic() - changed[path] > (_PAUSE if ended else 10 * _PAUSE):
                 del asked[path]
     silent = {path: int(headers[path]["pid"]) for path, stacks in found.items() if not stacks}
@@ -158,7 +155,7 @@ def parse_stacks(text: str, *, main: int) -> list[Stack]:
 
     >>> text = 'Thread 0x00ff (most recent call first):\\n  File "a.py", line 3 in f\\n'
     >>> parse_stacks(text, main=255)
-    [Stack(thread=255, frames=(Frame(file='a.py', line=3, function='f'),))]
+    [(Frame(file='a.py', line=3, function='f'),)]
     """
     stacks: dict[int, list[Frame]] = {}  # of a rank that was asked twice, the last
     frames: list[Frame] = []
@@ -184,9 +181,8 @@ def parse_dump(text: str, *, main: int) -> list[Stack]:
 
 def main_first(threads: Mapping[int, Sequence[Frame]], main: int) -> list[Stack]:
     """The stacks of `threads`, that of `main` first, without the one that waits for questions."""
-    stacks = [Stack(thread, tuple(frames)) for thread, frames in threads.items()]
-    shown = [stack for stack in stacks if not stack.frames or not stack.frames[0].file.endswith(_QUESTIONS)]
-    return sorted(shown, key=lambda stack: stack.thread != main)
+    stacks = [tuple(threads[thread]) for thread in sorted(threads, key=lambda thread: thread != main)]
+    return [stack for stack in stacks if not stack or not stack[0].file.endswith(_QUESTIONS)]
 
 
 def user_frames(frames: Sequence[Frame], header: Mapping[str, Any]) -> list[Frame]:

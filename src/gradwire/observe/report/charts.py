@@ -8,14 +8,16 @@ Colors are classes of the page's style sheet, so that they follow light and dark
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import NamedTuple, TypeVar
 
-from gradwire.observe.report.report_model import PHASES, StepRow, Timeline
-from gradwire.observe.rings.intervals import Operation
+from gradwire.observe.report.report_model import StepRow, Timeline
+from gradwire.observe.rings.intervals import Operation, free_lane
 from gradwire.observe.stragglers.steps import Phase
 from gradwire.observe.units import duration, plural, size
 
@@ -128,7 +130,7 @@ def phases(means: Mapping[int, Mapping[Phase, float]]) -> Chart:
     for number, (rank, one) in enumerate(means.items()):
         x, y = float(_LEFT), number * (row + gap) + 4
         chart.texts.append(Label(_LEFT - 8, y + 12, f"rank {rank}", "end"))
-        for phase in PHASES:
+        for phase in Phase:
             width = one.get(phase, 0.0) * scale
             title = f"rank {rank}: {phase.value} {duration(one.get(phase, 0.0))}"
             chart.rects.append(Rect(x, y, width, row, phase_style(phase), title))
@@ -163,7 +165,7 @@ def timeline(line: Timeline) -> Chart:
         lanes: list[int] = []
         for bucket in row.buckets:
             full = bucket.record
-            top = y + _free_lane(lanes, full.time, line.end if bucket.reduced is None else bucket.reduced) * _LANE
+            top = y + free_lane(lanes, full.time, line.end if bucket.reduced is None else bucket.reduced) * _LANE
             title = f"rank {row.rank}: bucket {full.bucket}, {size(full.nbytes)}, {bucket.hook or 'not launched'}"
             x = draw(full.time, bucket.reduced, top, 12, "bucket", title)
             chart.texts.append(Label(x - 4, top + 10, str(full.bucket), "end", "tiny"))
@@ -172,20 +174,12 @@ def timeline(line: Timeline) -> Chart:
                     draw_operation(one, top + 7.5, "wire")
         for one in row.operations:
             if one.record.bucket < 0:
-                lane = _free_lane(lanes, one.submitted, line.end if one.ended is None else one.ended)
+                lane = free_lane(lanes, one.submitted, line.end if one.ended is None else one.ended)
                 draw_operation(one, y + lane * _LANE + 3, "other")
         y += _LANE * len(lanes) + 12
     chart.height = y + 22
     _time_axis(chart, (line.end - line.start) / 1e9, scale * 1e9, chart.height - 6)
     return chart
-
-
-def _free_lane(lanes: list[int], start: int, stop: int) -> int:
-    lane = next((i for i, busy in enumerate(lanes) if busy <= start), len(lanes))
-    if lane == len(lanes):
-        lanes.append(0)
-    lanes[lane] = stop
-    return lane
 
 
 def heat_map(lateness: Mapping[int, Mapping[int, float]]) -> tuple[Chart, int, list[float]]:
@@ -201,14 +195,11 @@ def heat_map(lateness: Mapping[int, Mapping[int, float]]) -> tuple[Chart, int, l
     width = (WIDTH - _LEFT - _RIGHT) / len(parts)
     drawn: dict[int, list[str]] = {}
     for number, (rank, cells) in enumerate(table.items()):
-        y, start = 2 + number * row, 0
-        levels = [sum(value >= limit for limit in limits) for value in cells]
-        for column in range(1, len(levels) + 1):  # equal neighbors are one rectangle
-            if column == len(levels) or levels[column] != levels[start]:
-                wide = f"{(column - start) * width:.1f}"
-                shape = f"M{_LEFT + start * width:.1f} {y:.0f}h{wide}v{row - 1:.0f}h-{wide}z"
-                drawn.setdefault(levels[start], []).append(shape)
-                start = column
+        x, y = float(_LEFT), 2 + number * row
+        for level, equal in itertools.groupby(bisect_right(limits, value) for value in cells):  # are one rectangle
+            wide = len(list(equal)) * width
+            drawn.setdefault(level, []).append(f"M{x:.1f} {y:.0f}h{wide:.1f}v{row - 1:.0f}h-{wide:.1f}z")
+            x += wide
         if len(table) <= 24 or number % 4 == 0:
             chart.texts.append(Label(_LEFT - 8, y + min(row, 14) - 2, f"rank {rank}", "end"))
     chart.paths += [Path("".join(parts), f"heat{level}") for level, parts in sorted(drawn.items())]

@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 
 from gradwire.observe.report.findings import Finding, find
-from gradwire.observe.report.render import WIDTH, table
-from gradwire.observe.report.report_model import PHASES, TRIMMED, RunReport
+from gradwire.observe.report.render import WIDTH, table, wrapped
+from gradwire.observe.report.report_model import TRIMMED, RunReport
 from gradwire.observe.stragglers.steps import Phase
 from gradwire.observe.units import duration, plural, size
 
@@ -32,7 +32,7 @@ def _lines(a: RunReport, b: RunReport) -> Iterator[str]:
     known = a.has_exposed, b.has_exposed
     if first and second:
         rows.append(_row("step, trimmed mean", sum(first.values()), sum(second.values()), duration))
-        for phase in PHASES:
+        for phase in Phase:
             where = known if phase is Phase.EXPOSED else (True, True)
             rows.append(_row(f"  {phase.value}", first[phase], second[phase], duration, where))
         rows.append(_row("exposed share of it", a.exposed_share, b.exposed_share, "{:.1%}".format, known))
@@ -49,8 +49,7 @@ def _lines(a: RunReport, b: RunReport) -> Iterator[str]:
         if alone:
             yield from ("", f"Only in {letter}")
         for one in alone:
-            mark = f"  {one.severity}: "
-            yield from textwrap.wrap(one.title, WIDTH, initial_indent=mark, subsequent_indent="    ")
+            yield from wrapped(f"  {one.severity}: ", one.title)
 
 
 def _kind(finding: Finding) -> str:

@@ -17,6 +17,7 @@ from gradwire.observe.run_warnings import fold_repeated, merge_warnings
 from gradwire.observe.stragglers.detect import of_same_steps
 from gradwire.observe.stragglers.steps import Phase
 from gradwire.observe.units import duration, ranks as ranks_text
+from gradwire.recorder.format import RecordKind
 from gradwire.runtime.host import ProcessState
 
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
@@ -83,9 +84,9 @@ def _failures(report: RunReport) -> Iterator[Finding]:
     interrupted = report.outcome is not None and report.outcome.signal is not None  # which the outcome names
     left_out = _OF_SIGNALS if interrupted else () if report.elastic is None else _OF_VIEWS
     for failure in find_failures(report.ranks, left_out=left_out)[:_MOST_OF_A_KIND]:
-        ranks, what = failure.ranks, "A step failed"
+        ranks, first, what = failure.ranks, failure.first.record, "A step failed"
         advice = f"Look at the traceback in the output of {'these ranks' if len(ranks) > 1 else 'that rank'}."
-        if failure.is_collective:
+        if first.kind is RecordKind.COLLECTIVE_FAILED:
             what = "A collective failed"
             advice = (
                 "A collective fails on all ranks when one of them stops: look for the first rank that failed or ended, here "
@@ -93,9 +94,9 @@ def _failures(report: RunReport) -> Iterator[Finding]:
             )
         if report.succeeded:
             advice = "The script has caught it: the run ended without an error."
-        elif error_name(failure.first.record) == CollectiveMismatch.__name__:
+        elif error_name(first) == CollectiveMismatch.__name__:
             advice = ""  # its text contains advice
-        count = sum(place.record.kind is failure.first.record.kind for place in failure.places)
+        count = sum(place.record.kind is first.kind for place in failure.places)
         times = f", {count} times" if count > len(ranks) else ""
         title = f"{what} on {ranks_text(ranks)}{_in_steps(failure.steps)}{times}"
         yield Finding("error", title, failure.detail, advice)

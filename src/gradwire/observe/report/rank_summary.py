@@ -96,8 +96,7 @@ class RankSummary:
         self.steps = step_times(records)
         self.last_step = max((record.step for record in records), default=-1)
         """The last step that any record names, -1 if none does."""
-        failed = RecordKind.COLLECTIVE_FAILED, RecordKind.STEP_FAILED
-        self.failures = list(ring.of_kind(*failed))[-_KEPT_EVENTS:]
+        self.failures = list(ring.of_kind(RecordKind.COLLECTIVE_FAILED, RecordKind.STEP_FAILED))[-_KEPT_EVENTS:]
         self.warnings = warning_records(ring)
         """What checks have found, the first and the last."""
         self.member = str(ring.header.get("member", ""))
@@ -186,11 +185,6 @@ class RunFailure:
         return sorted({place.record.step for place in self.places if place.record.step >= 0})
 
     @property
-    def is_collective(self) -> bool:
-        """Whether it was a collective that has failed first, and not a step."""
-        return self.first.record.kind is RecordKind.COLLECTIVE_FAILED
-
-    @property
     def detail(self) -> str:
         """The text of the error, and what else has failed with it."""
         others = f"{self.others} other operation{'s' if self.others > 1 else ''}"
@@ -212,12 +206,12 @@ def find_failures(ranks: Iterable[RankSummary], *, left_out: Container[str] = ()
             if error_name(record) in left_out:
                 continue
             place = FailedRecord(rank.wall_time(record.time), rank.rank, record)
-            first, failure = own.get((record.group_id, record.rank), (None, None))
-            if first is not None and failure is not None and _has_failed_with(record, first):
+            known = own.get((record.group_id, record.rank))
+            if known is not None and _has_failed_with(record, known[0]):
                 if record.kind is RecordKind.STEP_FAILED:
-                    failure.places.append(place)
+                    known[1].places.append(place)
                 else:
-                    failure.others += 1
+                    known[1].others += 1
                 continue
             failure = found.setdefault(_identity(rank.rank, record), RunFailure())
             failure.places.append(place)

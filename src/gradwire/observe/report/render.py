@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from gradwire.observe.report.charts import bin_steps, heat_map, history, phase_style, phases, timeline
 from gradwire.observe.report.elastic_summary import ElasticSummary
 from gradwire.observe.report.findings import find
-from gradwire.observe.report.report_model import PHASES, TRIMMED, RunReport
+from gradwire.observe.report.report_model import TRIMMED, RunReport
 from gradwire.observe.stragglers.steps import Phase
 from gradwire.observe.units import duration, plural, size
 
@@ -49,7 +49,7 @@ def facts(report: RunReport) -> dict[str, Any]:
         "system": (report.described("system") or [{}])[-1],
         "hosts": _hosts(report),
         "findings": find(report),
-        "phases": PHASES,
+        "phases": list(Phase),
         "mean": mean,
         "total": total,
         "history": history(report.steps) if report.steps else None,
@@ -76,14 +76,9 @@ def clock(seconds: float) -> str:
 
 def _most_late(table: Mapping[int, _T], report: RunReport, most: int) -> dict[int, _T]:
     """The rows of at most `most` ranks: those that were ready last on average."""
-    if len(table) <= most:
-        return dict(table)
-
-    def late(rank: int) -> float:
-        return sum(report.lateness.get(rank, {}).values())
-
-    chosen = sorted(sorted(table, key=late, reverse=True)[:most])
-    return {rank: table[rank] for rank in chosen}
+    late = {rank: sum(report.lateness.get(rank, {}).values()) for rank in table}
+    chosen = sorted(table, key=late.__getitem__, reverse=True)[:most]
+    return {rank: table[rank] for rank in sorted(chosen)}
 
 
 def _hosts(report: RunReport) -> dict[str, list[int]]:
@@ -124,17 +119,12 @@ def _lines(report: RunReport) -> Iterator[str]:
         yield f"hook {hook}"
     if page["buckets"]:
         yield f"{plural(len(page['buckets']), 'bucket')}, {size(sum(one['bytes'] for one in page['buckets']))} in total"
-    found = find(report)
-    if found:
+    if page["findings"]:
         yield from ("", "What to look at")
-    for finding in found:
-        for mark, text in (
-            (f"  {finding.severity}: ", finding.title),
-            ("    ", finding.detail),
-            ("    ", finding.advice),
-        ):
-            if text:
-                yield from textwrap.wrap(text, WIDTH, initial_indent=mark, subsequent_indent="    ")
+    for finding in page["findings"]:
+        yield from wrapped(f"  {finding.severity}: ", finding.title)
+        yield from wrapped("    ", finding.detail)
+        yield from wrapped("    ", finding.advice)
     if report.elastic is not None:
         yield from _elastic(report.elastic)
     if report.steps:
@@ -177,24 +167,21 @@ def _elastic(run: ElasticSummary) -> Iterator[str]:
     if run.faults:
         yield from ("", f"Faults: {len(run.faults)}")
     for fault in run.faults[-_MOST_VIEWS:]:
-        mark = f"  {clock(fault.time)}  "
-        yield from textwrap.wrap(fault.text, WIDTH, initial_indent=mark, subsequent_indent="    ")
+        yield from wrapped(f"  {clock(fault.time)}  ", fault.text)
 
 
 def _steps(report: RunReport) -> Iterator[str]:
     rows, per_bin = bin_steps(report.steps, 64)
     top = max(row.middle for row in rows) or 1.0
     bars = "".join(_BARS[max(0, min(7, int(row.middle / top * 8)))] for row in rows)
-    yield from (
-        "",
-        f"Step time: median {duration(report.step_seconds)}, longest {duration(max(row.high for row in rows))}",
-    )
+    longest = max(row.high for row in rows)
+    yield from ("", f"Step time: median {duration(report.step_seconds)}, longest {duration(longest)}")
     each = f", {per_bin} steps each" if per_bin > 1 else ""
     yield f"  {bars}  steps {report.steps[0].step}-{report.steps[-1].step}{each}"
     mean = report.mean_phases
     total = sum(mean.values()) or 1.0
     yield from ("", f"Where a step's time goes: mean {duration(total)}, without the slowest and fastest {TRIMMED:.0%}")
-    for phase in PHASES:
+    for phase in Phase:
         if phase is Phase.EXPOSED and not report.has_exposed:
             yield f"  {phase.value:<22} {'-':>10} {'-':>6}"
             continue
@@ -203,9 +190,14 @@ def _steps(report: RunReport) -> Iterator[str]:
     for line in report.timelines:
         yield from ("", f"{line.title}: step {line.step}, {duration(line.seconds)}")
         for row in line.rows:
-            spent = {phase: sum(span.seconds for span in row.phases if span.phase is phase) for phase in PHASES}
+            spent = {phase: sum(span.seconds for span in row.phases if span.phase is phase) for phase in Phase}
             parts = ", ".join(f"{phase.value} {duration(seconds)}" for phase, seconds in spent.items() if seconds)
-            yield from textwrap.wrap(parts, WIDTH, initial_indent=f"  rank {row.rank}: ", subsequent_indent="    ")
+            yield from wrapped(f"  rank {row.rank}: ", parts)
+
+
+def wrapped(mark: str, text: str) -> list[str]:
+    """The lines of a text that begins with `mark`; none of an empty text."""
+    return textwrap.wrap(text, WIDTH, initial_indent=mark, subsequent_indent="    ")
 
 
 def table(rows: Sequence[Sequence[str]], *, right: int) -> Iterator[str]:
@@ -216,7 +208,6 @@ def table(rows: Sequence[Sequence[str]], *, right: int) -> Iterator[str]:
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [
-            cell.rjust(w) if i >= right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  " + "  ".join(cells).rstrip()
+        left = [cell.ljust(width) for cell, width in zip(row[:right], widths)]
+        numbers = [cell.rjust(width) for cell, width in zip(row[right:], widths[right:])]
+        yield "  " + "  ".join(left + numbers).rstrip()

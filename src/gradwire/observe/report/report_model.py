@@ -14,13 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from gradwire.errors import UsageError
 from gradwire.observe.hangs.hang_report import SavedHang, saved_hangs
 from gradwire.observe.report.elastic_summary import summarize_views
 from gradwire.observe.report.rank_summary import RankSummary, total_traffic
 from gradwire.observe.rings.clocks import AlignedRings, Alignment, align
 from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, operations, ranks_apart
-from gradwire.observe.rings.ring import Ring, RingFile, nothing_recorded, ranks_of_launchers, read_ring
+from gradwire.observe.rings.ring import Ring, ranks_of_launchers, read_headers, read_ring
 from gradwire.observe.rings.run_outcome import RunOutcome, load as load_outcome
 from gradwire.observe.rings.views import read_faults
 from gradwire.observe.run_warnings import FirstNonFinite, find_nonfinite
@@ -32,7 +31,6 @@ TRIMMED = 0.05
 _TIMELINE_RANKS = 4
 _MOST_SHOWN = 100
 _KEPT_RINGS = 8
-PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.EXPOSED, Phase.OPTIMIZER)
 
 
 class StepRow(NamedTuple):
@@ -121,7 +119,7 @@ class RunReport:
     def mean_phases(self) -> dict[Phase, float]:
         """Seconds per step, over all ranks."""
         rows = [row for row in self.phases.values() if row]
-        return {phase: sum(row[phase] for row in rows) / len(rows) for phase in PHASES} if rows else {}
+        return {phase: sum(row[phase] for row in rows) / len(rows) for phase in Phase} if rows else {}
 
     @property
     def exposed_share(self) -> float:
@@ -183,7 +181,7 @@ def _mean_phases(steps: Sequence[StepTimes]) -> dict[Phase, float]:
     """See Note [Steps that are shown]."""
     cut = int(len(steps) * TRIMMED)
     kept = sorted(steps, key=lambda one: one.end - one.start)[cut : len(steps) - cut]
-    totals = dict.fromkeys(PHASES, 0)
+    totals = dict.fromkeys(Phase, 0)
     for one in kept:
         for phase, nanoseconds in one.phases.items():
             totals[phase] += nanoseconds
@@ -251,35 +249,19 @@ def _timeline(
 
 def load_report(directory: Path) -> RunReport:
     """The report of the run that was recorded in `directory`, in whatever state its ranks are."""
-    good: dict[Path, dict[str, Any]] = {}
-    damaged: dict[str, str] = {}
-    started = 0.0
-    for path in directory.glob("rank-*.ring"):
-        try:
-            with RingFile(path) as ring:
-                good[path] = ring.header
-                started = max(started, int(ring.header["started_wall"]) / 1e9)
-        except (OSError, UsageError) as error:
-            damaged[path.name] = f"left out: {error}"
-    if not good:
-        raise nothing_recorded(directory, *damaged.values())
-    outcome = load_outcome(directory, started=started)
-    ranks = ranks_of_launchers(good, "" if outcome is None else outcome.launcher)
+    headers, damaged = read_headers(directory)
+    outcome = load_outcome(directory, started=max(header["started_wall"] for header in headers.values()) / 1e9)
+    ranks = ranks_of_launchers(headers, "" if outcome is None else outcome.launcher)
     rings: Iterable[Ring] = StoredRings(ranks)
-    if len(good) == 1:
+    if len(ranks) == 1:
         rings = ranks_apart(list(rings))
-    return RunReport(
-        rings,
-        directory=directory,
-        hangs=saved_hangs(directory),
-        damaged=damaged,
-        outcome=outcome,
-        errors={n: raised for path, n in ranks.items() if (raised := _saved_error(directory, good[path])) is not None},
-    )
-
-
-def _saved_error(directory: Path, header: Mapping[str, Any]) -> RankError | None:
-    return RankError.load(directory, int(header["rank"]), name=str(header.get("member", "")))
+    errors: dict[int, RankError] = {}
+    for path, number in ranks.items():
+        header = headers[path]
+        if error := RankError.load(directory, header["rank"], name=str(header.get("member", ""))):
+            errors[number] = error
+    hangs = saved_hangs(directory)
+    return RunReport(rings, directory=directory, hangs=hangs, damaged=damaged, outcome=outcome, errors=errors)
 
 
 class StoredRings(Iterable[Ring]):

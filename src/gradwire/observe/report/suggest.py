@@ -20,11 +20,11 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from gradwire.errors import UsageError
 from gradwire.observe.report.render import WIDTH
 from gradwire.observe.report.report_model import RunReport
-from gradwire.observe.stragglers.steps import Phase
 from gradwire.observe.units import duration, plural, size
 
 _LEAST_STEPS = 10
@@ -97,8 +97,7 @@ class MeasuredStep:
         return rest + computing + max(wire - (self.wire - self.exposed), last)
 
 
-@dataclass(frozen=True, slots=True)
-class Suggestion:
+class Suggestion(NamedTuple):
     """What is predicted of a run, and the hook to use, if any."""
 
     predicted: Mapping[str, float]
@@ -204,7 +203,7 @@ def measure(report: RunReport) -> MeasuredStep:
     buckets = [one for part in report.described("buckets") for one in part["buckets"]]
     return MeasuredStep(
         seconds=report.step_seconds,
-        exposed=median(min(rank[n].share(Phase.EXPOSED) for rank in steps) for n in common),
+        exposed=median(min(rank[n].exposed for rank in steps) for n in common),
         wire=median(one.busy for one in wires) / 1e9,
         nbytes=median(one.nbytes for one in wires),
         buckets=median(one.calls for one in wires),

@@ -73,12 +73,11 @@ def align(rings: Iterable[Ring]) -> dict[str, Alignment]:
         if host not in found:
             first, here = headers[hosts[0]], headers[host]
             offset = (here["started_wall"] - here["started"]) - (first["started_wall"] - first["started"])
-            for known in reached:  # but not so that a message is received before it was sent
+            for known in found:  # but not so that a message is received before it was sent
                 on_known = found[known].offset
                 offset = max([offset, *(on_known - more for *_, more in meetings.bounds(known, host))])
                 offset = min([offset, *(on_known + more for *_, more in meetings.bounds(host, known))])
             found[host] = Alignment(offset, -1)
-            reached.append(host)
     return found
 
 
@@ -186,23 +185,19 @@ class _Meetings:
         self._ended: _Times = defaultdict(dict)
         """The first end."""
         for ring in rings:
-            self._add(ring)
+            for record in ring.of_kind(RecordKind.COLLECTIVE_FINISHED):
+                if record.op in _MEETING:
+                    self._add(ring.clock, record, (record.group_id, record.ordinal))
+                elif record.peer >= 0:
+                    self._add(ring.clock, record, ("message", *message_key(record)))
 
-    def _add(self, ring: Ring) -> None:
-        host = ring.clock
-        for record in ring.of_kind(RecordKind.COLLECTIVE_FINISHED):
-            if record.op in _MEETING:
-                key: tuple[object, ...] = (record.group_id, record.ordinal)
-            elif record.peer >= 0:
-                key = ("message", *message_key(record))
-            else:
-                continue
-            if record.op != "recv":
-                begun, submitted = self._begun[key], record.time - record.duration
-                begun[host] = max(begun.get(host, submitted), submitted)
-            if record.op != "send":
-                ended = self._ended[key]
-                ended[host] = min(ended.get(host, record.time), record.time)
+    def _add(self, host: str, record: Record, key: tuple[object, ...]) -> None:
+        if record.op != "recv":
+            begun, submitted = self._begun[key], record.time - record.duration
+            begun[host] = max(begun.get(host, submitted), submitted)
+        if record.op != "send":
+            ended = self._ended[key]
+            ended[host] = min(ended.get(host, record.time), record.time)
 
     def bounds(self, a: str, b: str) -> list[tuple[int, int, int]]:
         """Of operations: when it was submitted on host a, when it had ended on b, and the difference of that, which is at least

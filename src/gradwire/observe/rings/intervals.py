@@ -43,7 +43,7 @@ def operations(records: Iterable[Record]) -> list[Operation]:
         kind = record.kind
         if kind > RecordKind.COLLECTIVE_FAILED:
             continue
-        key, failed = (record.group_id, record.rank, record.seq), kind is RecordKind.COLLECTIVE_FAILED
+        key, failed = record.operation, kind is RecordKind.COLLECTIVE_FAILED
         known = None if kind is RecordKind.COLLECTIVE_SUBMITTED else pending.get(key)
         if known is None:
             own = record._replace(label="") if failed else record  # whose label is the error
@@ -72,6 +72,13 @@ def bucket_spans(records: Iterable[Record]) -> list[BucketSpan]:
     return found
 
 
+def free_lane(lanes: list[int], start: int, end: int) -> int:
+    """The first of `lanes`, by when each is free, in which something can be drawn from `start` to `end`; takes it, or a new one."""
+    lane = next((i for i, free in enumerate(lanes) if free <= start), len(lanes))
+    lanes[lane : lane + 1] = [end]
+    return lane
+
+
 def ranks_apart(rings: Sequence[Ring]) -> list[Ring]:
     """A ring for each rank, also if ranks are threads of one process, which writes one ring. Records that do not name a rank of
     the common group, e.g. of optimizers, belong to the rank of their thread."""
@@ -91,7 +98,4 @@ def ranks_apart(rings: Sequence[Ring]) -> list[Ring]:
         rank = record.rank if record.group_id == shared else of_thread.get(record.thread, min(apart))
         apart[rank].append(record)
     size = max(len(apart), int(ring.header["size"]))
-    return [
-        replace(ring, header={**ring.header, "rank": r, "size": size}, records=own, part_of=ring)
-        for r, own in apart.items()
-    ]
+    return [replace(ring, header={**ring.header, "rank": r, "size": size}, records=own) for r, own in apart.items()]

@@ -23,10 +23,8 @@ class RankProgress:
         self.rank, self.header = rank, header
         self.groups: dict[int, dict[int, int]] = {}
         """By group: this rank's number in it, or those of the threads of this process, and its size; 0: not known."""
-        self.reached: dict[tuple[int, int], Record] = {}
-        """By group and rank in it: the last collective that was submitted, or finished without having been seen before."""
         self.submitted: dict[tuple[int, int], deque[Record]] = {}
-        """By group and rank in it: the submissions of the last collectives."""
+        """By group and rank in it: the last collectives that were submitted, or finished without having been seen before."""
         self.messages: deque[Record] = deque(maxlen=1000)
         """The last sends and receives that were submitted, or finished without having been seen before."""
         self.pending: dict[Operation, Record] = {}
@@ -60,20 +58,16 @@ class RankProgress:
         """Whether the rank has stopped its recorder, as programs do that end by themselves."""
         return bool(self.descriptions.get("end"))
 
-    def update(self, records: Iterable[Record], before: Iterable[Record] = ()) -> None:
+    def update(self, records: Iterable[Record], before: Sequence[Record] = ()) -> None:
         """Take new records into account. `before` is what matters of others before them: see `unfinished_rows`."""
-        skipped = False
         for record in before:
-            skipped = True
             self._add(record)
-        if skipped:
-            self.folder.forget_unfinished()
+        if before:
+            self.last.clear()
         for record in records:
-            if self.last and not skipped and record.number - self.last[-1].number > MANY_LOST:
+            if self.last and record.number - self.last[-1].number > MANY_LOST:
                 self.pending.clear()  # records were overwritten unread: it is not known whether these have finished
                 self.waited.clear()
-                self.folder.forget_unfinished()
-            skipped = False
             self.last.append(record)
             self.folder.add(record)
             self._add(record)
@@ -109,7 +103,7 @@ class RankProgress:
         return self.folder.tracker.phase
 
     def _update_collective(self, record: Record) -> None:
-        kind, key = record.kind, (record.group_id, record.rank, record.seq)
+        kind, key = record.kind, record.operation
         self.last_collective = record
         if kind is RecordKind.COLLECTIVE_SUBMITTED:
             self.pending[key] = record
@@ -128,13 +122,15 @@ class RankProgress:
                 of_this.append(record.duration)
 
     def _reach(self, record: Record) -> None:
-        member = record.group_id, record.rank
         if record.peer >= 0:
             self.messages.append(record)
-        known = self.reached.get(member)
-        if record.ordinal and (known is None or record.ordinal > known.ordinal):
-            self.reached[member] = record
-            self.submitted.setdefault(member, deque(maxlen=100)).append(record)
+        if record.ordinal > self.reached(record.group_id, record.rank):
+            self.submitted.setdefault((record.group_id, record.rank), deque(maxlen=100)).append(record)
+
+    def reached(self, group_id: int, number: int) -> int:
+        """The ordinal of the last collective that was submitted by a rank of a group; 0 if there was none."""
+        submitted = self.submitted.get((group_id, number))
+        return submitted[-1].ordinal if submitted else 0
 
     def usual_duration(self, record: Record) -> float:
         """The median of what operations like this one took here lately, in seconds; 0 if there were none."""

@@ -10,6 +10,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +30,7 @@ from gradwire.recorder.format import (
     names_path,
     record_dtype,
 )
+from gradwire.runtime.cleanup import on_failure
 from gradwire.runtime.host import ProcessState, clock_identity, process_state
 
 if TYPE_CHECKING:
@@ -77,6 +79,11 @@ class Record(NamedTuple):
     model: int = 0
     """The number of the model among those over the group, the same on all ranks. 0: none."""
 
+    @property
+    def operation(self) -> tuple[int, int, int]:
+        """Which operation it is of: its group, the rank in it (threads of one process may be several), and its number there."""
+        return self.group_id, self.rank, self.seq
+
 
 def message_key(record: Record) -> tuple[int, int, int, int]:
     """The message that a send or a receive is of: group, sender, receiver and number, the same on both ranks."""
@@ -94,8 +101,8 @@ class Ring:
     """Oldest first, without gaps, except where the ring was written to while it was read."""
     descriptions: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
     """By subject, oldest first: see `FlightRecorder.describe`."""
-    part_of: Ring | None = field(default=None, repr=False)
-    """The ring of the process, if this has the records of one of its threads."""
+    lost: int = 0
+    """How many records were overwritten by later ones."""
 
     @property
     def rank(self) -> int:
@@ -121,13 +128,6 @@ class Ring:
         """Which monotonic clock its times are on: ranks of one host share it."""
         return str(self.header["clock"])
 
-    @property
-    def lost(self) -> int:
-        """How many records were overwritten by later ones."""
-        if self.part_of is not None:
-            return self.part_of.lost
-        return self.records[0].number if self.records else 0
-
     def of_kind(self, *kinds: RecordKind) -> Iterator[Record]:
         """The records of these kinds, in order."""
         return (record for record in self.records if record.kind in kinds)
@@ -147,16 +147,17 @@ def read_ring(path: str | os.PathLike[str]) -> Ring:
     with RingFile(Path(path)) as file:
         rows = file.read(0, file.capacity)
         records = file.records(rows[np.argsort(rows["number"])])
-        return Ring(file.path, file.header, records, file.read_descriptions())
+        lost = records[0].number if records else 0
+        return Ring(file.path, file.header, records, file.read_descriptions(), lost)
 
 
-class RingFile:
+class RingFile(AbstractContextManager["RingFile"]):
     """A ring that is open for reading."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with on_failure(os.close, self._fd):
             page = os.pread(self._fd, PAGE, 0)
             if len(page) < PAGE or not page.startswith(MAGIC):
                 raise UsageError(f"{path} is not a ring of gradwire's flight recorder.")
@@ -165,16 +166,13 @@ class RingFile:
                 raise UsageError(
                     f"{path} was written by another version of gradwire (format {version}; this one reads {VERSION})."
                 )
-            self.header = _header(page[HEADER.size : HEADER.size + length])
+            try:
+                self.header = _header(page[HEADER.size : HEADER.size + length])
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise UsageError(f"{path} is damaged: its header cannot be read ({error}).") from None
             expected = PAGE + self.capacity * size
             if os.fstat(self._fd).st_size != expected or self.capacity < 1 or self.capacity & (self.capacity - 1):
                 raise UsageError(f"{path} is damaged: {self.capacity} records in {os.fstat(self._fd).st_size} bytes.")
-        except (UsageError, OSError):
-            os.close(self._fd)
-            raise
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            os.close(self._fd)
-            raise UsageError(f"{path} is damaged: its header cannot be read ({error}).") from None
         self._names: dict[int, str] = {0: ""}
         self._names_read = 0
         self._descriptions: dict[str, list[dict[str, Any]]] = {}
@@ -218,10 +216,6 @@ class RingFile:
         numbers = self.read(0, self.capacity)["number"]
         return int(numbers.max()) if len(numbers) else -1
 
-    def has(self, number: int) -> bool:
-        """Whether a record of this number or a later one is in its slot."""
-        return len(self.read(number % self.capacity, 1, least=number)) > 0
-
     def read_descriptions(self) -> dict[str, list[dict[str, Any]]]:
         """What records refer to, by subject, as far as it was written: see `FlightRecorder.describe`."""
         self._read_names()
@@ -257,9 +251,6 @@ class RingFile:
         """Close the file."""
         os.close(self._fd)
 
-    def __enter__(self) -> RingFile:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -290,17 +281,26 @@ def read_rings(directory: str | os.PathLike[str]) -> list[Ring]:
 
 def load_rings(directory: Path) -> tuple[list[Ring], dict[str, str]]:
     """As `read_rings`, and by the name of a file why it is left out."""
-    rings: list[Ring] = []
+    headers, left_out = read_headers(directory)
+    ranks = ranks_of_launchers(headers)
+    return [
+        read_ring(path).numbered(ranks[path]) for path in sorted(ranks, key=lambda path: (ranks[path], path))
+    ], left_out
+
+
+def read_headers(directory: Path) -> tuple[dict[Path, dict[str, Any]], dict[str, str]]:
+    """The headers of the rings of a run, and by the name of a file why it is left out."""
+    headers: dict[Path, dict[str, Any]] = {}
     left_out: dict[str, str] = {}
     for path in sorted(directory.glob("rank-*.ring")):
         try:
-            rings.append(read_ring(path))
+            with RingFile(path) as ring:
+                headers[path] = ring.header
         except (OSError, UsageError) as error:
             left_out[path.name] = f"left out: {error}"
-    if not rings:
+    if not headers:
         raise nothing_recorded(directory, *left_out.values())
-    ranks = ranks_of_launchers({ring.path: ring.header for ring in rings})
-    return sorted((ring.numbered(ranks[ring.path]) for ring in rings), key=lambda ring: ring.rank), left_out
+    return headers, left_out
 
 
 def ranks_of_launchers(headers: Mapping[Path, Mapping[str, Any]], first: str = "") -> dict[Path, int]:

@@ -42,8 +42,7 @@ class RunFollower:
         """The view before the present one, and the present one; empty if the run is not elastic."""
         self._since, self._tail = since, tail
         self._clock = clock_identity()
-        self._followers: dict[Path, RingFollower] = {}
-        self._processes: dict[Path, RankProgress] = {}
+        self._open: dict[Path, tuple[RingFollower, RankProgress]] = {}
         self._over: set[Path] = set()
         """The rings of processes that are gone, and in no view any more."""
         self.damage: dict[str, str] = {}
@@ -52,9 +51,9 @@ class RunFollower:
     def look(self) -> None:
         """Read what ranks have written since the last look."""
         for path in set(self.directory.glob("rank-*.ring")) - self._over:
-            if path in self._followers and self._followers[path].is_replaced():  # a rank was started again
-                self._followers.pop(path).close()
-            if path not in self._followers:
+            if path in self._open and self._open[path][0].is_replaced():  # a rank was started again
+                self._open.pop(path)[0].close()
+            if path not in self._open:
                 try:
                     follower = RingFollower(path, tail=self._tail)
                 except OSError:  # it is gone again
@@ -66,38 +65,36 @@ class RunFollower:
                 if self._since is not None and (header["clock"] != self._clock or header["started"] < self._since):
                     follower.close()
                     continue
-                self._followers[path] = follower
-                self._processes[path] = RankProgress(int(follower.header["rank"]), follower.header)
-            follower, rank = self._followers[path], self._processes[path]
+                self._open[path] = follower, RankProgress(int(header["rank"]), header)
+            follower, rank = self._open[path]
             before, records = follower.poll_split(rank.pending)
             rank.update(records, before)
-        self.ranks = {rank.rank: rank for rank in self._processes.values()}
+        self.ranks = {rank.rank: rank for _, rank in self._open.values()}
         self._read_views()
 
     def _read_views(self) -> None:
         """Of an elastic run: number the ranks as in the present view, and leave out processes that are gone."""
-        elastic = [path for path, rank in self._processes.items() if rank.member]
-        described = [self._followers[path].read_descriptions().get("view", [])[-2:] for path in elastic]
+        elastic = {path: both for path, both in self._open.items() if both[1].member}
+        described = [follower.read_descriptions().get("view", [])[-2:] for follower, _ in elastic.values()]
         views = {view.epoch: view for view in [*self.views, *read_views(itertools.chain(*described))]}
         self.views = [views[epoch] for epoch in sorted(views)[-2:]]
         if not self.views:
             return
         members = self.views[-1].members
-        for path in elastic:
-            rank = self._processes[path]
+        for path, (follower, rank) in elastic.items():
             if rank.member in members:
                 rank.rank = members.index(rank.member)
             elif self.state(rank) is ProcessState.GONE:
                 self._over.add(path)
-                self._followers.pop(path).close()
-                del self._processes[path]
-        ranks = {rank.rank: rank for rank in self._processes.values() if rank.member in members}
+                follower.close()
+                del self._open[path]
+        ranks = {rank.rank: rank for _, rank in self._open.values() if rank.member in members}
         self.ranks = {n: rank for n, rank in ranks.items() if self.state(rank) is not ProcessState.GONE} or ranks
 
     def read_descriptions(self) -> None:
         """Read what ranks have described: which parameters their buckets hold."""
-        for path, follower in self._followers.items():
-            self._processes[path].descriptions = follower.read_descriptions()
+        for follower, rank in self._open.values():
+            rank.descriptions = follower.read_descriptions()
 
     @property
     def local_ranks(self) -> list[RankProgress]:
@@ -127,22 +124,22 @@ class RunFollower:
         """What the process of a rank does."""
         return state_of_writer(rank.header)
 
+    def _file(self, rank: RankProgress, suffix: str) -> Path:
+        return self.directory / f"rank-{rank.member or rank.rank}{suffix}"
+
     def stacks(self, ranks: Iterable[RankProgress], *, within: float = 1.0) -> dict[int, Sequence[Stack]]:
         """The stacks of these ranks, read at the same time, the main thread's first; none of those whose process is gone."""
         gone = (ProcessState.GONE, ProcessState.UNKNOWN)
-        asked = {rank.rank: rank.header for rank in ranks if self.state(rank) not in gone}
-        paths = {
-            number: self.directory / f"rank-{header.get('member') or number}.stacks" for number, header in asked.items()
-        }
-        found = read_stacks({paths[number]: header for number, header in asked.items()}, within=within)
-        return {number: found[path] for number, path in paths.items()}
+        asked = {self._file(rank, ".stacks"): rank for rank in ranks if self.state(rank) not in gone}
+        found = read_stacks({path: rank.header for path, rank in asked.items()}, within=within)
+        return {asked[path].rank: stacks for path, stacks in found.items()}
 
     def ask(self, ranks: Iterable[RankProgress], *, within: float = 0.3) -> Callable[[], dict[int, list[Awaited]]]:
         """Ask these ranks which gradients they wait for; what is returned returns the answers that have come in time."""
         silent = (ProcessState.GONE, ProcessState.UNKNOWN, ProcessState.STOPPED)
         since = time.monotonic_ns()
         paths = {
-            rank.rank: self.directory / f"rank-{rank.member or rank.rank}{SUFFIX}"
+            rank.rank: self._file(rank, SUFFIX)
             for rank in ranks
             if (how := rank.descriptions.get(SUBJECT)) and self.state(rank) not in silent and ask(rank.header, how[-1])
         }
@@ -150,7 +147,7 @@ class RunFollower:
 
     def close(self) -> None:
         """Close the files."""
-        for follower in self._followers.values():
+        for follower, _ in self._open.values():
             follower.close()
 
 
@@ -176,8 +173,10 @@ class RingFollower(RingFile):
         import numpy as np
 
         capacity = self.capacity
-        if most is not None and most < capacity and self.has(self._next + most):
-            self._next = max(self._next, self.newest() - most // 2)
+        if most is not None and most < capacity:
+            last = self._next + most
+            if len(self.read(last % capacity, 1, least=last)):
+                self._next = max(self._next, self.newest() - most // 2)
         parts: list[np.ndarray] = []
         count, left = min(self._FIRST, capacity), 2 * (capacity + self._MOST)
         while left > 0:  # a rank that writes faster than we read must not keep us
@@ -243,22 +242,19 @@ def unfinished_rows(old: np.ndarray, rows: np.ndarray, pending: Iterable[tuple[i
     keep |= np.isin(kinds, [RecordKind.COLLECTIVE_FAILED, RecordKind.GROUP, RecordKind.WARNING])
     is_message = old["peer"] != NO_PEER
     keep[np.flatnonzero(is_message & (begun | ended))[-_KEPT_MESSAGES:]] = True
-    for chosen, order in (
-        (ended & ~is_message, ("ordinal", "rank", "group_id")),
-        (kinds == RecordKind.BUCKET_FULL, ("number", "bucket", "model", "group_id")),
+    for chosen, order, of in (
+        (ended & ~is_message, "ordinal", _keys(old["group_id"], old["rank"], np.zeros(len(old)))),
+        (kinds == RecordKind.BUCKET_FULL, "number", _keys(old["group_id"], old["model"], old["bucket"])),
     ):
         places = np.flatnonzero(chosen)
-        places = places[np.lexsort([old[name][places] for name in order])]
-        last = np.zeros(len(places), bool)
-        for column in [old[name][places] for name in order[1:]]:
-            last[:-1] |= column[1:] != column[:-1]
-        last[-1:] = True
-        keep[places[last]] = True
+        last_first = places[np.argsort(old[order][places])[::-1]]
+        keep[last_first[np.unique(of[last_first], return_index=True)[1]]] = True
     return old[keep]
 
 
 def _keys(group_id: np.ndarray, rank: np.ndarray, seq: np.ndarray) -> np.ndarray:
-    """Operations as numbers; that two have the same is as likely as that two groups have."""
+    """Operations, or other numbers within a group, as one number each; that two have the same is as likely as that two groups
+    have."""
     import numpy as np
 
     local = rank.astype(np.uint64) << np.uint64(32) | seq.astype(np.uint64)

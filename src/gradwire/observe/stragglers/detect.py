@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 WINDOW = 20
-PERIOD = 1.0
-"""Seconds between two comparisons."""
 CONFIRM = 2.0
 """Seconds for which a rank must be slow before it is reported: short steps fit 20 times into a hiccup of the machine."""
 CONFIRM_STEPS = WINDOW // 2
@@ -127,6 +125,8 @@ def of_same_steps(stragglers: Sequence[Straggler]) -> list[list[Straggler]]:
 
 Times = Mapping[int, Sequence[StepTimes]]
 """The steps of each rank, on one clock."""
+NumberedSteps = Mapping[int, Mapping[int, StepTimes]]
+"""The same by rank and number."""
 
 
 def slow_ranks(times: Times) -> list[Straggler]:
@@ -139,34 +139,32 @@ def slow_ranks(times: Times) -> list[Straggler]:
     return found
 
 
-def comparable(times: Times) -> list[Times]:
+def comparable(times: Times) -> list[NumberedSteps]:
     """The ranks that average gradients together, by group. Ranks of other groups, e.g. of other pipeline stages, do other work."""
-    groups: dict[int, dict[int, Sequence[StepTimes]]] = {}
+    groups: dict[int, dict[int, Mapping[int, StepTimes]]] = {}
     for rank, row in times.items():
         if row:
-            groups.setdefault(row[-1].group_id, {})[rank] = row
+            groups.setdefault(row[-1].group_id, {})[rank] = {one.step: one for one in row}
     return [rows for rows in groups.values() if len(rows) > 1]
 
 
-def common_steps(times: Times) -> list[int]:
+def common_steps(steps: NumberedSteps) -> list[int]:
     """The numbers of the steps that all ranks have finished, in order."""
-    known = [{one.step for one in row} for row in times.values()]
-    return sorted(set.intersection(*known)) if known else []
+    return sorted(set.intersection(*map(set, steps.values()))) if steps else []
 
 
 def ready_times(times: Times) -> dict[int, dict[int, int]]:
     """By rank and step: when its last bucket was ready, in the steps that all of these ranks have finished, in order."""
-    steps = common_steps(times)
-    last = {rank: {one.step: one.last_ready for one in row} for rank, row in times.items()}
-    return {rank: {step: row[step] for step in steps} for rank, row in last.items()}
+    rows = {rank: {one.step: one for one in row} for rank, row in times.items()}
+    steps = common_steps(rows)
+    return {rank: {step: row[step].last_ready for step in steps} for rank, row in rows.items()}
 
 
-def compare(times: Times, steps: Sequence[int]) -> list[Straggler]:
+def compare(found: NumberedSteps, steps: Sequence[int]) -> list[Straggler]:
     """The stragglers in these steps, which all of these ranks have finished."""
-    if len(times) < 2 or not steps:
+    if not steps:
         return []
-    by_step = {rank: {one.step: one for one in row} for rank, row in times.items()}
-    rows = {rank: [row[step] for step in steps] for rank, row in by_step.items()}
+    rows = {rank: [own[step] for step in steps] for rank, own in found.items()}
     step_seconds = median(median(one.seconds for one in row) for row in rows.values())
     waits = any(one.backward_waits for row in rows.values() for one in row)
     phases = [phase for phase in COMPUTE if not waits or phase is not Phase.BACKWARD]
@@ -179,11 +177,11 @@ def compare(times: Times, steps: Sequence[int]) -> list[Straggler]:
     last = Counter(max(ready, key=lambda rank: ready[rank][i]) for i in range(len(steps)))
     step_by_step = [median(one.seconds for one in column) for column in zip(*rows.values())]
     without = median(time - less for time, less in zip(step_by_step, saved))
-    found = []
-    for rank, its in guilty.items():
-        where = steps[0], steps[-1], len(steps), last[rank]
-        found.append(Straggler(rank, tuple(its), *where, step_seconds, without))
-    return sorted(found, key=lambda one: (-one.extra, one.rank))
+    stragglers = [
+        Straggler(rank, tuple(its), steps[0], steps[-1], len(steps), last[rank], step_seconds, without)
+        for rank, its in guilty.items()
+    ]
+    return sorted(stragglers, key=lambda one: (-one.extra, one.rank))
 
 
 def _noticeable(by_phase: Sequence[Mapping[int, SlowPhase]], step_seconds: float) -> dict[int, list[SlowPhase]]:
@@ -276,14 +274,12 @@ def stragglers_over_time(times: Times) -> list[Straggler]:
     found: list[Straggler] = []
     for rows in comparable(times):
         steps = common_steps(rows)
-        by_step = {rank: {one.step: one for one in row} for rank, row in rows.items()}
         now: dict[tuple[int, Phase], int] = {}  # by rank and phase: where the first of the windows that agree begins
         begins = range(0, len(steps) - WINDOW + 1, CONFIRM_STEPS)
         least = min(len(steps), WINDOW + CONFIRM_STEPS)
         for begin in [*begins, len(steps)]:
             window = steps[begin : begin + WINDOW]
-            part = {rank: [own[step] for step in window] for rank, own in by_step.items()}
-            here = {(one.rank, one.phase) for one in compare(part, window)}
+            here = {(one.rank, one.phase) for one in compare(rows, window)}
             for key in now.keys() - here:
                 together = steps[now.pop(key) : begin + WINDOW - CONFIRM_STEPS if window else None]
                 found += _joined(rows, together, key) if len(together) >= least else []
@@ -292,10 +288,10 @@ def stragglers_over_time(times: Times) -> list[Straggler]:
     return sorted(found, key=lambda one: (one.first_step, one.rank))
 
 
-def _joined(ranks: Times, steps: Sequence[int], key: tuple[int, Phase]) -> list[Straggler]:
+def _joined(rows: NumberedSteps, steps: Sequence[int], key: tuple[int, Phase]) -> list[Straggler]:
     """The straggler of several windows, from all their steps; if it is not one over all of them, from the first."""
     for part in (steps, steps[:WINDOW]):
-        if same := [one for one in compare(ranks, part) if (one.rank, one.phase) == key]:
+        if same := [one for one in compare(rows, part) if (one.rank, one.phase) == key]:
             return same
     return []
 
@@ -308,25 +304,23 @@ class StragglerWatch:
         """The stragglers that have been confirmed."""
         self._since: dict[tuple[int, Phase], tuple[float, int]] = {}
         """When a rank was found to be slow for the first time, and the last step of that window."""
-        self._reported: dict[int, Straggler] = {}
-        self._seen: dict[int, int] = {}
-        """By rank that was reported: the step at which it was slow last."""
-        self._next = 0.0
+        self._reported: dict[int, tuple[Straggler, int]] = {}
+        """By rank: what was reported of it, and the step at which it was slow last."""
         self._finished: list[int] = []
 
     def check(self, times: Times, now: float) -> list[str]:
         """The lines to print at `now`, in seconds on any clock. `times` are the last steps of each rank, on one clock."""
         finished = [row[-1].step for row in times.values() if row]
-        if now < self._next or finished == self._finished:
+        if finished == self._finished:
             return []
-        self._next, self._finished = now + PERIOD, finished
+        self._finished = finished
         found = slow_ranks(times)
         since = {(one.rank, one.phase): (now, one.last_step) for one in found}
         self._since = {key: self._since.get(key, begin) for key, begin in since.items()}
         self.current = [one for one in found if self._is_confirmed(one, now)]
         lines = describe(self.current) if any(map(self._is_new, self.current)) else []
         if lines:
-            self._reported |= {one.rank: one for one in self.current}
+            self._reported |= {one.rank: (one, one.last_step) for one in self.current}
         return [*lines, *self._recovered(times, {one.rank for one in found})]
 
     def _is_confirmed(self, one: Straggler, now: float) -> bool:
@@ -334,17 +328,17 @@ class StragglerWatch:
         return now - time >= CONFIRM and one.last_step - step >= CONFIRM_STEPS
 
     def _is_new(self, one: Straggler) -> bool:
-        known = self._reported.get(one.rank)
+        known, _ = self._reported.get(one.rank, (None, 0))
         return known is None or known.phase is not one.phase or not known.extra / 2 < one.extra < known.extra * 2
 
     def _recovered(self, times: Times, slow: set[int]) -> list[str]:
         """Ranks that were reported and have not been slow in a whole window since."""
         lines = []
-        for rank, known in list(self._reported.items()):
+        for rank, (known, seen) in list(self._reported.items()):
             step = times[rank][-1].step if times.get(rank) else known.last_step
             if rank in slow:
-                self._seen[rank] = step
-            elif step - self._seen.setdefault(rank, step) >= WINDOW:
-                del self._reported[rank], self._seen[rank]
+                self._reported[rank] = known, step
+            elif step - seen >= WINDOW:
+                del self._reported[rank]
                 lines.append(f"rank {rank} is as fast as the others again (step {step})")
         return lines

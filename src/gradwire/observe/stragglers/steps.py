@@ -149,6 +149,11 @@ class StepTimes:
         return self.phases.get(phase, 0) / 1e9
 
     @property
+    def exposed(self) -> float:
+        """Seconds in which the rank only waited."""
+        return self.share(Phase.EXPOSED)
+
+    @property
     def compute(self) -> float:
         """Seconds in which the rank did not wait."""
         return sum(self.phases.get(phase, 0) for phase in COMPUTE) / 1e9
@@ -163,7 +168,8 @@ class StepFolder:
         """The last steps, oldest first."""
         self.tracker = PhaseTracker()
         """The phase that the rank is in."""
-        self._phase_start = 0
+        self._number = 0
+        """Of the last record."""
         self._waits: list[tuple[int, int]] = []
         self._pending: dict[tuple[int, int, int], int | None] = {}
         """By collective in flight: since when the rank has waited for it. None: it does not wait."""
@@ -179,17 +185,20 @@ class StepFolder:
 
     def add(self, record: Record) -> None:
         """Take a record into account."""
+        if record.number - self._number > MANY_LOST:
+            self._forget_unfinished()
+        self._number = record.number
         kind, time = record.kind, record.time
         if kind is RecordKind.COLLECTIVE_SUBMITTED:
-            self._pending[_key(record)] = None
+            self._pending[record.operation] = None
         elif kind is RecordKind.COLLECTIVE_WAITED:
             if record.bucket < 0 and record.thread in self._threads:
-                self._pending[_key(record)] = time
+                self._pending[record.operation] = time
         elif kind is RecordKind.COLLECTIVE_FINISHED:
             self._now.nbytes += record.nbytes
             self._collective_finished(record)
         elif kind is RecordKind.COLLECTIVE_FAILED:
-            self._pending.pop(_key(record), None)
+            self._pending.pop(record.operation, None)
         elif kind is RecordKind.BUCKET_FULL:
             self._now.ready[record.bucket] = self._launch_start = time
         elif kind is RecordKind.SAMPLES:
@@ -199,7 +208,7 @@ class StepFolder:
         else:
             self._phase_record(record)
 
-    def forget_unfinished(self) -> None:
+    def _forget_unfinished(self) -> None:
         """Records are missing from here on: leave out the step that they belong to."""
         self._pending.clear()
         self._waits.clear()
@@ -209,13 +218,13 @@ class StepFolder:
     def _collective_finished(self, record: Record) -> None:
         """Note the time in which a collective has blocked the rank: see Note [Own time]."""
         submitted = record.time - record.duration
-        since = self._pending.pop(_key(record), submitted)  # without a record of its submission it was over at once
+        since = self._pending.pop(record.operation, submitted)  # without a record of its submission it was over at once
         if self._launch_start is not None and submitted >= self._launch_start:
             since = submitted
         elif record.bucket >= 0:
             since = None
         if since is not None:
-            self._waits.append((max(since, self._phase_start), record.time))
+            self._waits.append((max(since, self.tracker.start), record.time))
             if len(self._waits) >= _MOST_WAITS:  # a phase may last forever, e.g. in a program that trains no model
                 self._waits = [(record.time - covered(self._waits), record.time)]
 
@@ -233,7 +242,6 @@ class StepFolder:
             self._now.spend(span.phase, own)
             self._now.spend(Phase.EXPOSED, span.end - span.start - own)
         self._waits.clear()
-        self._phase_start = time
         if kind is RecordKind.STEP_ENDED:
             self._step_ended(record, time)
         elif kind is RecordKind.STEP_FAILED:
@@ -274,10 +282,6 @@ def step_times(records: Iterable[Record]) -> list[StepTimes]:
     for record in records:
         folder.add(record)
     return list(folder.steps)
-
-
-def _key(record: Record) -> tuple[int, int, int]:
-    return record.group_id, record.rank, record.seq
 
 
 def covered(intervals: list[tuple[int, int]]) -> int:

@@ -100,7 +100,7 @@ def test_there_is_no_loop_for_other_reductions_nor_for_one_rank() -> None:
 
 
 def test_without_numba_there_is_no_compiled_fold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit.Loop, "compiled", lambda loop: None)
+    monkeypatch.setattr(jit.loop, "compiled", lambda loop: None)
     assert CompiledFold.find(ReduceOp.SUM, torch.float32, 2) is None
 
 

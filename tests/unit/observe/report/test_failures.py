@@ -40,7 +40,7 @@ def test_of_a_step_with_several_buckets():
     )  # fmt: skip
     assert failure.ranks == [0, 2]
     assert failure.steps == [4]
-    assert failure.is_collective
+    assert failure.first.record.kind is K.COLLECTIVE_FAILED
     assert failure.others == 4
     assert failure.detail == (
         f"CollectiveTimeout: {op(13)} on rank 0 of 3: not finished after 3 s. 4 other operations in flight failed with it."

@@ -284,8 +284,7 @@ def test_advice_on_failures_fits_them():
 
 
 def test_a_ring_that_has_wrapped_a_run_in_progress_and_damaged_files():
-    ring = made_ring(0, range(5), size=1)
-    ring.records[:] = [r._replace(number=r.number + 1000) for r in ring.records]
+    ring = replace(made_ring(0, range(5), size=1), lost=1000)
     report = RunReport([ring], damaged={"rank-1.ring": "is not a ring"})
     report.ranks[0].state = ProcessState.RUNNING
     report.ranks[0].descriptions.pop("end")
