@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.aliasing import overlapping
-from gradwire.collectives.op_kinds import MOVES, REDUCES, REDUCES_SPARSE, OpFields, OpKind, ReduceOp, Scope
+from gradwire.collectives.op_kinds import COALESCED, MOVES, REDUCES, REDUCES_SPARSE, OpFields, OpKind, ReduceOp, Scope
 from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import UsageError, UsageTypeError
 
@@ -139,7 +139,7 @@ def _check_alike(op: OpFields, tensors: Sequence[Tensor]) -> None:
             _refuse(op, f"tensors are on different devices: {_describe(first)}, {_describe(t)}. Move them to one.")
         if t.layout != layout:
             _refuse(op, f"tensors have different layouts: {layout} and {t.layout}. Convert them to one.")
-        if op.kind not in _PAIRED and t.dtype != first.dtype:
+        if op.kind not in COALESCED and t.dtype != first.dtype:
             _refuse(op, f"tensors have different dtypes: {_describe(first)}, {_describe(t)}. Convert them to one.")
     if layout is not torch.strided and (layout is not torch.sparse_coo or op.kind is not OpKind.ALL_REDUCE):
         _refuse(op, f"layout {layout} is not supported. Only all_reduce takes sparse COO tensors; use t.to_dense().")
@@ -214,7 +214,6 @@ def _single(op: OpFields) -> None:
         _refuse(op, f"{rows}. All dimensions but the first must agree.")
 
 
-_PAIRED = frozenset({OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR})
 _SHAPE_RULES: dict[OpKind, Callable[[OpFields], None]] = {
     OpKind.ALL_REDUCE: _in_place,
     OpKind.BROADCAST: _in_place,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Layout, Scope, build
 from gradwire.collectives.timeouts import timeout_seconds, wait_seconds
-from gradwire.errors import ClosedError, GroupAborted, HookError, NoSubgroups, UsageError, again
+from gradwire.errors import ClosedError, GroupAborted, HookError, NoSubgroups, PeerLost, UsageError, again
 from gradwire.events import Emitter, Handle
 from gradwire.groups.completion import CompletionHook
 from gradwire.groups.failure.watchdog import Watchdog
@@ -203,8 +203,9 @@ class Group(Verbs, ABC):
         raise NoSubgroups(f"{type(self).__name__} does not make subgroups. Override subgroup(ranks, name=...).")
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Which ranks have joined `work`, if the group can know. Timeouts name the missing ones."""
-        return None
+        """Which ranks have joined `work`, if the group can know: of a message to or from one rank, this one. Timeouts name the
+        missing ones."""
+        return None if work.op.peer is None else Arrivals((self.rank,), (work.op.peer,))
 
     @property
     def events(self) -> Emitter:
@@ -247,9 +248,12 @@ class Group(Verbs, ABC):
             raise again(self.failure)
 
     def _recovery_limit(self, timeout: float | None) -> float:
-        """How many seconds a recovery may take. Refused in a forked child."""
+        """How many seconds a recovery may take. Refused in a forked child, and when a rank is lost."""
         self.refuse_in_child("recover()")
-        return self.timeout if timeout is None else timeout_seconds(f"recover of {self}", timeout)
+        limit = self.timeout if timeout is None else timeout_seconds(f"recover of {self}", timeout)
+        if isinstance(self.failure, PeerLost):
+            raise again(self.failure)
+        return limit
 
     def fail(self, error: BaseException) -> None:
         """Like `abort`, with the given error. The first failure is kept."""

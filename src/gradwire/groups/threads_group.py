@@ -18,7 +18,7 @@ from gradwire.collectives.matching import mismatch
 from gradwire.collectives.reference import perform, store
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.failure.watchdog import Watchdog
-from gradwire.groups.ledger import Arrivals
+from gradwire.groups.ledger import CLOSED, Arrivals
 from gradwire.groups.work import Work, settle_together
 from gradwire.recorder.source import new_id
 
@@ -137,7 +137,7 @@ class _ThreadWorld:
         if complete:
             self._carry_out([slot[r] for r in range(self.size)])
         elif lost:
-            work.fail(_left(work, lost[0]))
+            work.fail(work.ledger.lost(lost[0], CLOSED, work))
 
     def _carry_out(self, works: Sequence[Work]) -> None:
         now = time.perf_counter()
@@ -185,7 +185,7 @@ class _ThreadWorld:
             else:
                 _deliver(other, other_rank, work)
         elif lost is not None:
-            work.fail(_left(work, lost))
+            work.fail(work.ledger.lost(lost, CLOSED, work))
 
     def _lost_to(self, work: Work, rank: int) -> int | None:
         """A rank that has left, if all ranks that a message of `rank` can go to or come from have left."""
@@ -198,9 +198,8 @@ class _ThreadWorld:
             peers = [work.op.peer] if work.op.peer is not None else [r for r in range(self.size) if r != rank]
             return Arrivals(joined=(rank,), missing=tuple(peers))
         with self._lock:
-            slot = next((s for s in self._slots.values() if s.get(rank) is work), None)
-            joined = range(self.size) if slot is None else sorted(slot)
-        return Arrivals(tuple(joined), tuple(r for r in range(self.size) if r not in joined))
+            slot = next((s for s in self._slots.values() if s.get(rank) is work), range(self.size))
+            return Arrivals.of(list(slot), self.size)
 
     def start_over(self, rank: int, timeout: float) -> None:
         """Wait for all ranks; the last one resets the world. A rank that times out withdraws, so that all can try again."""
@@ -218,13 +217,11 @@ class _ThreadWorld:
             before = self._recoveries
             if self._all_recovering.wait_for(lambda: self._recoveries > before, timeout):
                 return
-            missing = [r for r in range(self.size) if r not in self._recovering]
-            joined = sorted(self._recovering)
+            known = Arrivals.of(self._recovering, self.size)
             self._recovering.discard(rank)
-        late = f"recovery of {self.name} on rank {rank}: ranks {missing} have not called recover() in {timeout:.3g} s"
-        raise errors.CollectiveTimeout(
-            f"{late}. Every rank must call it after a failure.", joined=joined, missing=missing
-        )
+        who = f"ranks {list(known.missing)} have not called recover() in {timeout:.3g} s"
+        text = f"recovery of {self.name} on rank {rank}: {who}. Every rank must call it after a failure."
+        raise errors.CollectiveTimeout(text, joined=known.joined, missing=known.missing)
 
     def leave(self, rank: int) -> None:
         with self._lock:
@@ -232,12 +229,7 @@ class _ThreadWorld:
             stranded = [work for slot in self._slots.values() if rank not in slot for work in slot.values()]
             stranded += [work for work, r in self._p2p if self._lost_to(work, r) is not None]
         for work in stranded:
-            work.fail(_left(work, rank))
-
-
-def _left(work: Work, rank: int) -> errors.PeerLost:
-    text = f"{work.ledger.where(work)}: rank {rank} has closed its group and will not join. {errors.UNEVEN}."
-    return errors.PeerLost(text, rank=rank, op=work.op.signature)
+            work.fail(work.ledger.lost(rank, CLOSED, work))
 
 
 def _fits(work: Work, rank: int, other: Work, other_rank: int) -> bool:

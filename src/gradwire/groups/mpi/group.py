@@ -22,10 +22,10 @@ from torch._C._distributed_c10d import Store
 from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.lower import Program, lower
 from gradwire.collectives.timeouts import timeout_seconds
-from gradwire.errors import UNEVEN, CollectiveMismatch, GroupAborted, GroupError, PeerLost, UsageError, UsageTypeError
+from gradwire.errors import CollectiveMismatch, GroupAborted, GroupError, UsageError, UsageTypeError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.forked import finalize_here
-from gradwire.groups.ledger import Arrivals, Ledger
+from gradwire.groups.ledger import CLOSED, Arrivals, Ledger
 from gradwire.groups.mpi.engine import MpiEngine, tag_of
 from gradwire.groups.mpi.native import Native
 from gradwire.groups.mpi.pending_requests import PendingRequests
@@ -212,8 +212,7 @@ class MPIGroup(Group):
             return
         engine, pending = self._engine, list(self.ledger.pending.values())
         if engine.aborted is not None:
-            where, reason = self.ledger.where(pending[0] if pending else None), engine.aborted
-            self._fail_here(GroupAborted(f"{where}: the group was aborted: {reason}", reason=reason))
+            self._fail_here(self.ledger.aborted(engine.aborted, pending[0] if pending else None))
             return
         now = time.perf_counter()
         left = {rank: peer for rank, peer in engine.peers.items() if peer.left is not None}
@@ -223,9 +222,7 @@ class MPIGroup(Group):
                 awaited = set(engine.peers) if work.op.peer is None else {work.op.peer}
                 unsent = work.op.kind.is_p2p and rank in awaited <= gone
                 if work.place > peer.joined or unsent:
-                    text = f"{self.ledger.where(work)}: rank {rank} has left the group and will not join. {UNEVEN}."
-                    advice = "Look at its output for the cause; make a new group to go on."
-                    self._fail_here(PeerLost(f"{text} {advice}", rank=rank, op=work.op.signature))
+                    self._fail_here(self.ledger.lost(rank, CLOSED, work))
                     return
 
     def _look_at_peers(self) -> None:
@@ -235,7 +232,7 @@ class MPIGroup(Group):
     def recover(self, timeout: float | None = None) -> None:
         """Meet the other ranks on a communicator that was kept idle for this, and go on over a new one."""
         limit = self._recovery_limit(timeout)
-        if self.closed or isinstance(self.failure, PeerLost):
+        if self.closed:
             super().recover(timeout)
             return
         old = self._engine
@@ -255,11 +252,10 @@ class MPIGroup(Group):
     def arrivals(self, work: Work) -> Arrivals | None:
         """Which ranks have joined, by their control messages."""
         if work.op.kind.is_p2p:
-            return None if work.op.peer is None else Arrivals((self.rank,), (work.op.peer,))
+            return super().arrivals(work)
         place, engine = work.place, self._engine
         engine.ask(place)
-        joined = {r for r, peer in engine.peers.items() if peer.joined >= place} | {self.rank}
-        return Arrivals(tuple(sorted(joined)), tuple(r for r in range(self.size) if r not in joined))
+        return Arrivals.of({self.rank, *(r for r, peer in engine.peers.items() if peer.joined >= place)}, self.size)
 
     # -- members and life ----------------------------------------------------------------------------------------------
 

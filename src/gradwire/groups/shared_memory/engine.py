@@ -40,10 +40,10 @@ from typing import NamedTuple
 
 from gradwire.collectives import Collective
 from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted
-from gradwire.groups.ledger import Arrivals
+from gradwire.groups.ledger import CLOSED, Arrivals
 from gradwire.groups.shared_memory.all_reduce import Steps
 from gradwire.groups.shared_memory.board import HERE, LEFT, Board
-from gradwire.groups.shared_memory.diagnosis import CLOSED, Diagnosis
+from gradwire.groups.shared_memory.diagnosis import Diagnosis
 from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.shared_memory.p2p import Mailbox, MailboxMessage, checks_per_round
 from gradwire.groups.shared_memory.programs import Programs
@@ -182,8 +182,7 @@ class SharedMemoryEngine:
         """Which ranks have reached what the operation waits for; an operation that is queued waits for the one before it."""
         current = self._current
         target = 0 if current is None or work.is_completed() else current.target
-        missing = tuple(rank for rank, count in enumerate(self.board.signals.tolist()) if count < target)
-        return Arrivals(tuple(r for r in range(self.size) if r not in missing), missing)
+        return Arrivals.of([r for r, count in enumerate(self.board.signals.tolist()) if count >= target], self.size)
 
     # -- driving -------------------------------------------------------------------------------------------------------
 
@@ -369,17 +368,17 @@ class SharedMemoryEngine:
             return min(board.recoveries.tolist()) >= target
 
         while not all_there():
-            missing = [r for r, count in enumerate(board.recoveries.tolist()) if count < target]
-            left = next((r for r in missing if r in diagnosis.left()), None)
-            lost = diagnosis.death([]) if left is None else diagnosis.lost(left, CLOSED, [])
+            there = Arrivals.of([r for r, count in enumerate(board.recoveries.tolist()) if count >= target], self.size)
+            left = next((r for r in there.missing if r in diagnosis.left()), None)
+            lost = diagnosis.death([]) if left is None else diagnosis.ledger.lost(left, CLOSED)
             if lost is not None:
                 raise lost
             if time.perf_counter() > deadline:
                 raise CollectiveTimeout(
-                    f"recovery of {self.name} on rank {self.rank}: ranks {missing} have not called recover() within "
+                    f"recovery of {self.name} on rank {self.rank}: ranks {list(there.missing)} have not called recover() within "
                     f"{timeout:.3g} s. Every rank must call it after a failure.",
-                    joined=[r for r in range(self.size) if r not in missing],
-                    missing=missing,
+                    joined=there.joined,
+                    missing=there.missing,
                 )
             board.wait_queue.sleep(all_there, board.fence, SLICE)
         board.fence()

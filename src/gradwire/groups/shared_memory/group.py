@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import Collective, Scope
 from gradwire.collectives.lower import is_identity
-from gradwire.errors import ClosedError, GroupError, PeerLost, SharedMemoryFull, UsageError, again
+from gradwire.errors import ClosedError, GroupError, SharedMemoryFull, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.ledger import Arrivals, profiler_enabled
@@ -178,9 +178,7 @@ class SharedMemoryGroup(Group):
 
     def arrivals(self, work: Work) -> Arrivals | None:
         """Which ranks have arrived: read from the board."""
-        if work.op.kind.is_p2p:
-            return None if work.op.peer is None else Arrivals((self.rank,), (work.op.peer,))
-        return self._engine.arrivals(work)
+        return super().arrivals(work) if work.op.kind.is_p2p else self._engine.arrivals(work)
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
         """A group with a segment of its own."""
@@ -198,16 +196,13 @@ class SharedMemoryGroup(Group):
 
     def _look_at_peers(self) -> None:
         """At the board and the other ranks' processes."""
-        error = self._engine.diagnosis.trouble(self._engine.waiting())
-        if error is not None:
+        diagnosis, waiting = self._engine.diagnosis, self._engine.waiting()
+        if (error := diagnosis.death(waiting) or diagnosis.failure(waiting)) is not None:
             self.fail(error)
 
     def recover(self, timeout: float | None = None) -> None:
         """Meet the other ranks and count operations from the beginning."""
-        limit = self._recovery_limit(timeout)
-        if isinstance(self.failure, PeerLost):
-            raise again(self.failure)
-        self._engine.recover(limit)
+        self._engine.recover(self._recovery_limit(timeout))
         self.failure = None
 
     def _release(self) -> None:
