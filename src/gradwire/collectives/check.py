@@ -59,10 +59,9 @@ def check_alone(op: OpFields) -> None:
         _check_reduction(op)
     elif op.reduce_op is not None or op.factor is not None:
         _refuse(op, "it does not reduce, yet reduce_op or factor is set. Leave both out.")
-    if op.kind in _ONE_INPUT:
-        _one(op, "inputs", op.inputs)
-    if op.kind in _ONE_OUTPUT:
-        _one(op, "outputs", op.outputs)
+    for name, kinds, given in (("inputs", _ONE_INPUT, op.inputs), ("outputs", _ONE_OUTPUT, op.outputs)):
+        if op.kind in kinds and len(given) != 1:
+            _refuse(op, f"{len(given)} {name} were given. Pass exactly one.")
     if (rule := _SHAPE_RULES.get(op.kind)) is not None:
         rule(op)
     if op.outputs:
@@ -178,11 +177,6 @@ def _in_place(op: OpFields) -> None:
         i is not o and (i.shape != o.shape or i.dtype != o.dtype) for i, o in zip(op.inputs, op.outputs, strict=True)
     ):
         _refuse(op, "inputs and outputs do not pair up. They must be the same tensors, or of equal shapes and dtypes.")
-
-
-def _one(op: OpFields, name: str, given: Sequence[Tensor]) -> None:
-    if len(given) != 1:
-        _refuse(op, f"{len(given)} {name} were given. Pass exactly one.")
 
 
 def _pairs(op: OpFields) -> None:

@@ -227,7 +227,6 @@ class Group(Verbs, ABC):
 
     def abort_device(self) -> None:
         """Once aborted, end also what devices run of this group, for good. May take a second."""
-        return
 
     def check_peers(self) -> None:
         """Check now whether the group has failed, here or on another rank, and raise the error."""

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -24,6 +25,8 @@ from gradwire.recorder import writer
 from gradwire.recorder.format import EPOCH_SHIFT, NO_PEER, ON_DEVICE, RecordKind, message_number
 from gradwire.recorder.source import EventSource, derived_id
 from gradwire.recorder.writer import FlightRecorder, summary
+
+E = TypeVar("E", bound=BaseException)
 
 # To look up a member of an Enum takes ten times as long.
 _SUBMITTED = RecordKind.COLLECTIVE_SUBMITTED
@@ -53,6 +56,12 @@ class Arrivals:
     def of(cls, joined: Collection[int], size: int) -> Arrivals:
         """Those that have joined, and the rest of `size` ranks."""
         return cls(tuple(sorted(joined)), tuple(rank for rank in range(size) if rank not in joined))
+
+
+def chained(error: E, cause: BaseException) -> E:
+    """`error` with its cause, but without the cause's traceback, whose frames would keep a group, and so its memory, alive."""
+    error.__cause__ = cause.with_traceback(None)
+    return error
 
 
 class Ledger:

@@ -52,12 +52,7 @@ class ThreadGroup(Group):
         """
         if size < 1:
             raise errors.UsageError(f"ThreadGroup.world({size}): a world has at least one rank.")
-        return cls._seat(_ThreadWorld(size, name, timeout))
-
-    @classmethod
-    def _seat(cls, table: _ThreadWorld) -> list[ThreadGroup]:
-        table.groups = [cls(rank, table) for rank in range(table.size)]
-        return table.groups
+        return _ThreadWorld(size, name, timeout).groups
 
     def submit(self, op: Collective) -> Work:
         """Join the operation; the last rank to join carries it out before it returns."""
@@ -108,7 +103,6 @@ class _ThreadWorld:
         self.timeout = timeout
         self.group_id = new_id()
         self.watchdog = Watchdog(name, owners=size)
-        self.groups: list[ThreadGroup] = []
         self._lock = threading.Lock()
         self._slots: dict[int, dict[int, Work]] = {}
         self._p2p: list[tuple[Work, int]] = []
@@ -117,13 +111,13 @@ class _ThreadWorld:
         self._recovering: set[int] = set()
         self._recoveries = 0
         self._all_recovering = threading.Condition(self._lock)
+        self.groups = [ThreadGroup(rank, self) for rank in range(size)]
 
     def subtable(self, name: str, size: int) -> _ThreadWorld:
         with self._lock:
             table = self._subtables.get(name)
             if table is None or len(table._left) == table.size:  # all ranks have closed theirs
                 table = self._subtables[name] = _ThreadWorld(size, name, self.timeout)
-                ThreadGroup._seat(table)
             return table
 
     def join(self, work: Work, rank: int, place: int) -> None:
@@ -172,12 +166,10 @@ class _ThreadWorld:
         with self._lock:
             self._p2p = [(other, r) for other, r in self._p2p if not other.is_completed()]
             match = next((entry for entry in self._p2p if _fits(work, rank, *entry)), None)
-            if match is None:
-                lost = self._lost_to(work, rank)
-                if lost is None:
-                    self._p2p.append((work, rank))
-            else:
+            if match is not None:
                 self._p2p.remove(match)
+            elif (lost := self._lost_to(work, rank)) is None:
+                self._p2p.append((work, rank))
         if match is not None:
             other, other_rank = match
             if work.op.kind is OpKind.SEND:
@@ -188,15 +180,17 @@ class _ThreadWorld:
             work.fail(work.ledger.lost(lost, CLOSED, work))
 
     def _lost_to(self, work: Work, rank: int) -> int | None:
-        """A rank that has left, if all ranks that a message of `rank` can go to or come from have left."""
-        peer = work.op.peer
-        peers = [r for r in range(self.size) if r != rank] if peer is None else [peer]
+        """A rank that has left, if all that a message of `rank` can go to or come from have."""
+        peers = self._peers(work, rank)
         return peers[-1] if all(r in self._left for r in peers) else None
+
+    def _peers(self, work: Work, rank: int) -> tuple[int, ...]:
+        """The ranks that a message of `rank` can go to or come from."""
+        return tuple(r for r in range(self.size) if r != rank) if work.op.peer is None else (work.op.peer,)
 
     def arrivals(self, work: Work, rank: int) -> Arrivals | None:
         if work.op.kind.is_p2p:
-            peers = [work.op.peer] if work.op.peer is not None else [r for r in range(self.size) if r != rank]
-            return Arrivals(joined=(rank,), missing=tuple(peers))
+            return Arrivals(joined=(rank,), missing=self._peers(work, rank))
         with self._lock:
             slot = next((s for s in self._slots.values() if s.get(rank) is work), range(self.size))
             return Arrivals.of(list(slot), self.size)

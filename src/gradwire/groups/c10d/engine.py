@@ -111,12 +111,6 @@ def call(pg: Any, op: Collective, timeout: float) -> Any:
     return _CALLS[op.kind](pg, op, ins, outs, timedelta(seconds=timeout))
 
 
-def _all_to_all_single(pg: Any, op: Collective, ins: list[Tensor], outs: list[Tensor], timeout: timedelta) -> Any:
-    out_splits, in_splits = op.splits or ((), ())
-    options = _set(c10d.AllToAllOptions(), op, timeout)
-    return pg.alltoall_base(outs[0], ins[0], list(out_splits), list(in_splits), options)
-
-
 _CALLS: dict[OpKind, Callable[[Any, Collective, list[Tensor], list[Tensor], timedelta], Any]] = {
     OpKind.ALL_REDUCE: lambda pg, op, i, o, t: pg.allreduce(i, _set(c10d.AllreduceOptions(), op, t)),
     OpKind.BROADCAST: lambda pg, op, i, o, t: pg.broadcast(i, _set(c10d.BroadcastOptions(), op, t)),
@@ -130,7 +124,9 @@ _CALLS: dict[OpKind, Callable[[Any, Collective, list[Tensor], list[Tensor], time
         o[0], i[0], _set(c10d.ReduceScatterOptions(), op, t)
     ),
     OpKind.ALL_TO_ALL: lambda pg, op, i, o, t: pg.alltoall(o, i, _set(c10d.AllToAllOptions(), op, t)),
-    OpKind.ALL_TO_ALL_SINGLE: _all_to_all_single,
+    OpKind.ALL_TO_ALL_SINGLE: lambda pg, op, i, o, t: pg.alltoall_base(
+        o[0], i[0], *map(list, op.splits or ((), ())), _set(c10d.AllToAllOptions(), op, t)
+    ),
     OpKind.GATHER: lambda pg, op, i, o, t: pg.gather([o] if o else [], i, _set(c10d.GatherOptions(), op, t)),
     OpKind.SCATTER: lambda pg, op, i, o, t: pg.scatter(o, [i] if i else [], _set(c10d.ScatterOptions(), op, t)),
     OpKind.SEND: lambda pg, op, i, o, t: pg.send(i, op.peer, op.tag),

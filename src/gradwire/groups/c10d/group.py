@@ -83,8 +83,8 @@ class C10dGroup(Group):
         cls, store: Any, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT, name: str | None = None
     ) -> C10dGroup:
         """A group over its own gloo engine, built on `store`; closing the group destroys the engine."""
-        engine, processes = make_gloo(store, rank, size, timeout_seconds("C10dGroup.gloo", timeout))
-        return cls._over(engine, processes, store, timeout, name or "gloo")
+        made = make_gloo(store, rank, size, timeout_seconds("C10dGroup.gloo", timeout))
+        return cls._over(*made, store, timeout, name or "gloo")
 
     @classmethod
     def nccl(
@@ -93,8 +93,8 @@ class C10dGroup(Group):
         """A group over its own engines: NCCL for CUDA tensors, gloo for CPU tensors."""
         if not torch.cuda.is_available() or not dist.is_nccl_available():
             raise UsageError("C10dGroup.nccl: there is no CUDA device here, or torch has no NCCL. Use C10dGroup.gloo.")
-        engine, processes = make_nccl(store, rank, size, timeout_seconds("C10dGroup.nccl", timeout))
-        return cls._over(engine, processes, store, timeout, name or "nccl")
+        made = make_nccl(store, rank, size, timeout_seconds("C10dGroup.nccl", timeout))
+        return cls._over(*made, store, timeout, name or "nccl")
 
     @classmethod
     def _over(

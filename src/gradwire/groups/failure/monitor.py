@@ -16,7 +16,7 @@ from gradwire.collectives import OpKind
 from gradwire.errors import UNEVEN, CollectiveTimeout, GradwireError, GroupAborted, GroupError, PeerLost
 from gradwire.groups.base import Group
 from gradwire.groups.failure.membership import Membership
-from gradwire.groups.ledger import Arrivals
+from gradwire.groups.ledger import Arrivals, chained
 from gradwire.groups.work import Work
 
 _SLOW = 0.3
@@ -118,10 +118,8 @@ class Monitor:
             translated = CollectiveTimeout(text, op=op, joined=known.joined, missing=known.missing)
         else:
             translated = GroupError(f"{where}: {engine} failed: {text}")
-        # The frames of a traceback hold the engine's Work, and with it the engine's connections.
         error.__context__ = None
-        translated.__cause__ = error.with_traceback(None)
-        return translated
+        return chained(translated, error)
 
     def recover(self, timeout: float, *, stuck: int = 0) -> tuple[str, bool]:
         """Meet all ranks after a failure: (a new prefix in the store, whether the engine may be kept). It may if all ranks have

@@ -38,7 +38,7 @@ from gradwire.groups.forked import finalize_here
 from gradwire.groups.hierarchical import subgroups
 from gradwire.groups.hierarchical.discovery import discover_from_groups, discover_hosts
 from gradwire.groups.hierarchical.two_level_programs import TwoLevel
-from gradwire.groups.ledger import Arrivals
+from gradwire.groups.ledger import Arrivals, chained
 from gradwire.groups.shared_memory import SharedMemoryGroup
 from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.work import Work
@@ -208,7 +208,7 @@ class HierarchicalGroup(Group):
         except CollectiveTimeout as error:
             self._known = self._parts.in_whole(part, error.joined, error.missing)
             late = self.ledger.timed_out(work, min(work.timeout, time.perf_counter() - work.started))
-            work.fail(subgroups.chained(late, error))
+            work.fail(chained(late, error))
         except Exception as error:
             work.fail(self._in_terms_of_whole(part, error, work))
         except BaseException as error:  # Ctrl-C, in the caller's thread: the others take steps that this rank will not
@@ -337,9 +337,7 @@ class HierarchicalGroup(Group):
             try:
                 part.check_peers()
             except GroupError as error:
-                mine = self._in_terms_of_whole(part, error, None)
-                if self.failure is None:
-                    self.fail(mine)
+                self.fail(self._in_terms_of_whole(part, error, None))
 
     def recover(self, timeout: float | None = None) -> None:
         """Meet all ranks, then recover the parts. A lost peer stays lost."""

@@ -12,18 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from gradwire.collectives import Collective, Layout, Scope
-from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
+from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.failure.membership import Membership
 from gradwire.groups.failure.monitor import find_culprit
-from gradwire.groups.ledger import Arrivals, Ledger
+from gradwire.groups.ledger import Arrivals, Ledger, chained
 from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.work import Work
 
-G = TypeVar("G", bound=GroupError)
 Make = Callable[[str, Sequence[int]], Group]
 """Makes the part of that name, of these ranks of the whole."""
 
@@ -162,9 +161,3 @@ def for_part(error: BaseException, members: Sequence[int], name: str) -> BaseExc
     if isinstance(error, GroupAborted):
         return error
     return GroupAborted(f"{name} has failed: {error}", reason=str(error))
-
-
-def chained(error: G, cause: Exception) -> G:
-    """`error` with its cause, but without the cause's traceback, whose frames would keep the part, and so its memory, alive."""
-    error.__cause__ = cause.with_traceback(None)
-    return error

@@ -25,7 +25,7 @@ from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import CollectiveMismatch, GroupAborted, GroupError, UsageError, UsageTypeError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.forked import finalize_here
-from gradwire.groups.ledger import CLOSED, Arrivals, Ledger
+from gradwire.groups.ledger import CLOSED, Arrivals
 from gradwire.groups.mpi.engine import MpiEngine, tag_of
 from gradwire.groups.mpi.native import Native
 from gradwire.groups.mpi.pending_requests import PendingRequests
@@ -307,9 +307,7 @@ def _leave(lane: Worker, engines: list[MpiEngine]) -> None:
 class MPIWork(Work):
     """An operation that is one PendingRequests; one that is a program of several has none, and is settled by the lane."""
 
-    def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
-        super().__init__(op, ledger, seq=seq, timeout=timeout)
-        self._pending: tuple[MpiEngine, PendingRequests] | None = None
+    _pending: tuple[MpiEngine, PendingRequests] | None = None
 
     def watch(self, engine: MpiEngine, pending: PendingRequests) -> None:
         self._pending = engine, pending

@@ -131,18 +131,16 @@ class Native:
             send, recv = (self._elements_of(t, datatype) for t in (whole, part))
             requests.append(comm.Ireduce_scatter_block(send, recv, reduction))
         elif kind is OpKind.ALL_GATHER_INTO_TENSOR:
-            self._all_gather_into(comm, op.inputs[0], op.outputs[0], pending)
+            part, whole, byte = op.inputs[0], op.outputs[0], self._mpi.BYTE
+            places = as_bytes(whole).view(comm.size, part.nbytes).unbind()
+            if whole.nbytes > self._most:
+                self._messages(comm, [as_bytes(part)] * comm.size, places, pending)
+            else:
+                there = part.data_ptr() == places[comm.rank].data_ptr()
+                source = in_place if there else self._elements_of(part, byte)
+                requests.append(comm.Iallgather(source, self._elements_of(whole, byte)))
         else:
             self._messages(comm, *_pairwise(op, comm), pending)
-
-    def _all_gather_into(self, comm: Comm, part: Tensor, whole: Tensor, pending: PendingRequests) -> None:
-        places = as_bytes(whole).view(comm.size, part.nbytes).unbind()
-        if whole.nbytes > self._most:
-            self._messages(comm, [as_bytes(part)] * comm.size, places, pending)
-            return
-        there = part.data_ptr() == places[comm.rank].data_ptr()
-        source = self._mpi.IN_PLACE if there else self.bytes_of(part)[::2]
-        pending.requests.append(comm.Iallgather(source, self._elements_of(whole, self._mpi.BYTE)))
 
     def _messages(self, comm: Comm, outgoing: Parts, incoming: Parts, pending: PendingRequests) -> None:
         """Send one tensor to each rank and receive one from each; None, or a list that is empty, stands for no message."""

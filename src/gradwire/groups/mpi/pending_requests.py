@@ -26,6 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gradwire.collectives import Collective, OpKind
 from gradwire.groups.mpi.runtime import MPI, Comm
 
 
@@ -106,18 +107,16 @@ class ReceiveMatcher:
 class PendingRequests:
     """One or several requests that make one operation. Tested only under the runtime's lock."""
 
-    __slots__ = ("cancelable", "done", "error", "keep", "kept", "matcher", "on_done", "posted", "receives", "requests")
+    __slots__ = ("done", "error", "kept", "matcher", "on_done", "op", "posted", "receives", "requests")
 
-    def __init__(self, matcher: ReceiveMatcher, keep: object, *, cancelable: bool = False) -> None:
+    def __init__(self, matcher: ReceiveMatcher, op: Collective) -> None:
         self.matcher = matcher
-        self.keep: object = keep
+        self.op = op
         self.kept: list[Tensor] = []
         """Copies that were made for it."""
         self.requests: list[Any] = []
         self.receives: list[Receive] = []
         """Those whose message has arrived have a request of their own."""
-        self.cancelable = cancelable
-        """Whether it is a single receive."""
         self.posted = time.perf_counter()
         self.done = False
         self.error: Exception | None = None
@@ -158,7 +157,7 @@ class PendingRequests:
 
     def cancel(self, mpi: MPI) -> bool:
         """Withdraw a receive whose message has not arrived. Other requests cannot be withdrawn. True if it is over."""
-        if self.cancelable and not self.test(mpi):
+        if self.op.kind is OpKind.RECV and not self.test(mpi):
             self.withdraw()
         return self.test(mpi)
 

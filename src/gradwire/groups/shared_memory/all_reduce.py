@@ -152,7 +152,14 @@ class AllReduce:
         offset = self.board.offset_in_heap(t.data_ptr())
         yield self.announce(digest, [(offset, nbytes)], hold=offset >= 0)
         yield from self.check(whole, digest)
-        yield from self._large(t, Fold.of(reduce_op, t.dtype))
+        fold, offsets = Fold.of(reduce_op, t.dtype), self.board.first_offsets(turn)
+        if min(offsets) < 0:
+            yield from self._in_chunks(t, fold)
+        else:
+            fold = self.compiled.get((reduce_op, t.dtype), fold)
+            for pieces in self._blocks_of(offsets, nbytes, fold):
+                fold.everywhere(pieces)
+            yield self.board.signal()
         written(t)
 
     def plain_sum(self, op: Collective) -> Steps | None:
@@ -198,16 +205,6 @@ class AllReduce:
         slots = [np.frombuffer(self.board.memory, dtype, t.numel(), offset) for offset in offsets]
         total = np.empty(t.numel(), dtype)
         return self._slots.keep(key, (self.digest(op) * self.size, [*slots, total], total.ctypes.data))
-
-    def _large(self, t: Tensor, fold: Fold) -> Steps:
-        offsets = self.board.first_offsets(self.board.turn)
-        if min(offsets) < 0:
-            yield from self._in_chunks(flat(t), fold)
-            return
-        fold = self.compiled.get((fold.op, fold.dtype), fold)
-        for pieces in self._blocks_of(offsets, t.nbytes, fold):
-            fold.everywhere(pieces)
-        yield self.board.signal()
 
     def _blocks_of(self, offsets: list[int], nbytes: int, fold: Fold) -> list[list[Piece]]:
         """This rank's share of the tensors at `offsets`, in blocks: one piece per rank each. See Note [One pass]."""

@@ -302,26 +302,19 @@ class SharedMemoryEngine:
         if (error := self.diagnosis.failure(waiting)) is not None:
             self._fail(error)
             return
-        rank, works = self._stranded()
-        for work in works:  # they fail, and so does every later collective; messages between the others go on
-            work.fail(self.diagnosis.lost(rank, CLOSED, waiting))
+        current, left = self._current, self.diagnosis.left()
+        for rank in left:
+            works = [m.work for m in self._messages if m.is_stranded(rank, left) and not m.step()]
+            if current is not None and self.board.signals[rank] < current.target:
+                works.append(current.work)
+            for work in works:  # they fail, and so does every later collective; messages between the others go on
+                work.fail(self.diagnosis.lost(rank, CLOSED, waiting))
 
     def waiting(self) -> list[Work]:
         """What this rank waits for now: the collective under way, and messages."""
         current = self._current
         messages = [message.work for message in self._messages if not message.over]
         return messages if current is None else [current.work, *messages]
-
-    def _stranded(self) -> tuple[int, list[Work]]:
-        """A rank that has closed its group, and the operations that wait for it in vain."""
-        current, left = self._current, self.diagnosis.left()
-        for rank in left:
-            works = [m.work for m in self._messages if m.is_stranded(rank, left) and not m.step()]
-            if current is not None and self.board.signals[rank] < current.target:
-                works.append(current.work)
-            if works:
-                return rank, works
-        return -1, []
 
     # -- after a failure, and at the end -------------------------------------------------------------------------------
 

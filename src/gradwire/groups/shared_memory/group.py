@@ -231,10 +231,9 @@ def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room
         with on_failure(segment.close):
             plan = SegmentPlan.fitting(size, segment.nbytes, segment.free)
             segment.reserve(0, plan.heaps, what="board and staging buffers")
-            rendezvous.store.set(key, json.dumps({**asdict(ticket), "chunk": plan.chunk, "wide": plan.wide}))
+            rendezvous.store.set(key, json.dumps([asdict(ticket), plan.chunk, plan.wide]))
     else:
-        announced = json.loads(rendezvous.receive(key, source=0))
-        chunk, wide = announced.pop("chunk"), announced.pop("wide")
+        announced, chunk, wide = json.loads(rendezvous.receive(key, source=0))
         ticket = Ticket(**announced)
         if ticket.host != here:
             raise GroupError(

@@ -261,11 +261,12 @@ class FakeRequest:
 
 def test_a_request_that_fails_does_not_end_the_others() -> None:
     fake: Any = types.SimpleNamespace(Exception=ValueError, Status=lambda: None)
-    pending = PendingRequests(ReceiveMatcher(fake, None), "the memory")
+    op = build.barrier()
+    pending = PendingRequests(ReceiveMatcher(fake, None), op)
     pending.requests += [FakeRequest(ValueError("first")), FakeRequest(False, False, True), FakeRequest(True)]
     assert [pending.test(fake) for _ in range(3)] == [False, False, True]
     assert str(pending.error) == "first"
-    assert pending.keep == "the memory"
+    assert pending.op is op, "it keeps the memory"
 
 
 def test_a_receive_that_mpi_cannot_look_for_is_over() -> None:
@@ -276,7 +277,7 @@ def test_a_receive_that_mpi_cannot_look_for_is_over() -> None:
             raise ValueError("gone")
 
     fake: Any = types.SimpleNamespace(Exception=ValueError, Status=lambda: None, ANY_SOURCE=-1)
-    pending = PendingRequests(ReceiveMatcher(fake, Broken()), None)
+    pending = PendingRequests(ReceiveMatcher(fake, Broken()), build.barrier())
     for source in (0, 1):
         pending.add_receive(Receive(torch.empty(1), None, source, 3))
     assert pending.test(fake)
