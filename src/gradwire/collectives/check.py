@@ -92,10 +92,8 @@ def _refuse_tensor(op: OpFields, t: Tensor) -> NoReturn:
 
 
 def _check_outputs(op: OpFields) -> None:
-    if len(op.outputs) == 1 and op.outputs[0].is_contiguous():
-        return
-    pair = overlapping(op.outputs)
-    if pair is None:
+    plain = len(op.outputs) == 1 and op.outputs[0].is_contiguous()
+    if plain or (pair := overlapping(op.outputs)) is None:
         return
     a, b = pair
     if a is b and sum(t is a for t in op.outputs) == 1:

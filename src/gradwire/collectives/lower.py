@@ -49,6 +49,12 @@ def on_copies(op: Collective, copied: Callable[[Tensor], Tensor]) -> Collective:
     return replace(op, inputs=inputs, outputs=outputs)
 
 
+def _plain(t: Tensor) -> Tensor:
+    if is_plain(t):
+        return t
+    return t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
 def _lowered(op: Collective, low: Lowering) -> Program:
     if low.takes(op):
         yield op
@@ -61,10 +67,7 @@ def _lowered(op: Collective, low: Lowering) -> Program:
 def _staged(op: Collective, low: Lowering) -> Program:
     """The same collective on plain copies. How a tensor lies in memory is known to this rank only: were it to decide
     which collectives are submitted, ranks with different layouts would submit different ones."""
-    contiguous = torch.contiguous_format
-    copied = on_copies(
-        op, lambda t: t if is_plain(t) else t.detach().resolve_conj().resolve_neg().clone(memory_format=contiguous)
-    )
+    copied = on_copies(op, _plain)
     yield from low(copied)
     for t, copy in zip(op.outputs, copied.outputs, strict=True):
         if copy is not t:

@@ -187,7 +187,5 @@ ALWAYS_FINITE = frozenset({torch.float4_e2m1fn_x2})
 MOVES = frozenset(REDUCES) | ONLY_BITS
 """Dtypes that can be broadcast, gathered, scattered, exchanged and sent."""
 
-REDUCES_SPARSE = dict.fromkeys(
-    _FLOATS + _COMPLEX + _INTEGERS, frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
-)
+REDUCES_SPARSE = dict.fromkeys(_FLOATS + _COMPLEX + _INTEGERS, _INEXACT | {ReduceOp.SUM})
 """The same of sparse tensors, which can only be added up."""

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
-from typing import TypeVar, overload
+from typing import Self, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ MEETING_TIMEOUT = 300.0
 """Seconds within which all ranks must have called `gw.init()`: the default of torch's stores."""
 
 W = TypeVar("W", bound=Work)
-G = TypeVar("G", bound="Group")
 
 
 class Group(Verbs, ABC):
@@ -289,7 +288,7 @@ class Group(Verbs, ABC):
         except HookError as error:
             self.ledger.hook_errors.append(error)
 
-    def __enter__(self: G) -> G:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -221,6 +221,12 @@ class Ledger:
         """The error for a group that another rank has aborted."""
         return GroupAborted(f"{self.where(work)}: the group was aborted: {why}", reason=why)
 
+    def not_recovered(self, known: Arrivals, timeout: float) -> CollectiveTimeout:
+        """The error for a recovery in which not all ranks have met."""
+        who = f"ranks {list(known.missing)} have not called recover() within {timeout:.3g} s"
+        text = f"recovery of {self.where(None)}: {who}. Every rank must call it after a failure."
+        return CollectiveTimeout(text, joined=known.joined, missing=known.missing)
+
     def where(self, work: Work | None) -> str:
         """The beginning of an error message: the operation, or the group if there is none, and this rank."""
         what = self.name if work is None else f"{work.op} (operation #{work.seq} of {self.name})"

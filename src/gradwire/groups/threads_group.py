@@ -82,7 +82,6 @@ class ThreadGroup(Group):
         self.fail(errors.GroupAborted(f"{self.name} was aborted by rank {self.rank}: {reason}", reason=reason))
 
     def recover(self, timeout: float | None = None) -> None:
-        """Wait for all ranks, then restart with empty state."""
         self._table.start_over(self.rank, self._recovery_limit(timeout))
 
     def start_over(self) -> None:
@@ -213,9 +212,7 @@ class _ThreadWorld:
                 return
             known = Arrivals.of(self._recovering, self.size)
             self._recovering.discard(rank)
-        who = f"ranks {list(known.missing)} have not called recover() in {timeout:.3g} s"
-        text = f"recovery of {self.name} on rank {rank}: {who}. Every rank must call it after a failure."
-        raise errors.CollectiveTimeout(text, joined=known.joined, missing=known.missing)
+        raise self.groups[rank].ledger.not_recovered(known, timeout)
 
     def leave(self, rank: int) -> None:
         with self._lock:

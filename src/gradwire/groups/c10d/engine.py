@@ -43,11 +43,8 @@ class C10dEngine:
 _JOINED = frozenset({OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR})
 # Gloo's reduce may write into the tensors of ranks other than the root, and its reduce-scatter and all-to-all of lists are recent
 # and incomplete; they are composed of others.
-_BOTH = frozenset({
-    OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.ALL_TO_ALL_SINGLE, OpKind.GATHER,
-    OpKind.SCATTER, OpKind.SEND, OpKind.RECV, OpKind.BARRIER,
-})  # fmt: skip
-_NCCL = _BOTH | {OpKind.REDUCE, OpKind.REDUCE_SCATTER_TENSOR, OpKind.ALL_TO_ALL}
+_NCCL = frozenset(OpKind) - {OpKind.REDUCE_SCATTER}
+_GLOO = _NCCL - {OpKind.REDUCE, OpKind.REDUCE_SCATTER_TENSOR, OpKind.ALL_TO_ALL}
 
 
 def takes_tensors(op: Collective, kinds: frozenset[OpKind], *, any_shape: bool = False) -> bool:
@@ -70,7 +67,7 @@ def takes_tensors(op: Collective, kinds: frozenset[OpKind], *, any_shape: bool =
 
 
 def _gloo_takes(op: Collective) -> bool:
-    if not takes_tensors(op, _BOTH):
+    if not takes_tensors(op, _GLOO):
         return False
     if op.kind.is_p2p:
         return op.device.type == "cpu"  # it would pass a device pointer to the kernel's socket calls

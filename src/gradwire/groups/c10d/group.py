@@ -244,7 +244,6 @@ class C10dGroup(Group):
             self.fail(translated)
 
     def fail(self, error: BaseException) -> None:
-        """Fail here, and report it to the other ranks."""
         if self.forked:
             return
         self._unfinished += list(self.ledger.pending.values())

@@ -110,5 +110,5 @@ class Teardown:
 
     def _natives(self) -> list[Any]:
         pending = [work.native for work in list(self.ledger.pending.values()) if isinstance(work, C10dWork)]
-        abandoned, messages = self.poller.take_abandoned(), self.messages.natives()
-        return [native for native in (*pending, *abandoned, *messages) if native is not None]
+        others = self.poller.take_abandoned() + list(self.messages.running.values())
+        return [native for native in pending + others if native is not None]

@@ -322,28 +322,25 @@ class MessageThreads:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._running: dict[threading.Thread, Any] = {}
+        self.running: dict[threading.Thread, Any] = {}
+        """The threads, and c10d's Work that each waits for in the engine."""
 
     def start(self, native: Any, finish: Callable[[], None]) -> None:
         """Call `finish`, which waits for the engine's `native`, on a thread."""
 
         def run() -> None:
             finish()
-            self._running.pop(threading.current_thread(), None)
+            self.running.pop(threading.current_thread(), None)
 
         thread = threading.Thread(target=run, name=f"gradwire-messages-{self._name}", daemon=True)
-        self._running[thread] = native
-        with on_failure(self._running.pop, thread):
+        self.running[thread] = native
+        with on_failure(self.running.pop, thread):
             thread.start()
-
-    def natives(self) -> list[Any]:
-        """c10d's Works that threads are waiting for in the engine."""
-        return list(self._running.values())
 
     def stop(self, timeout: float) -> bool:
         """Wait until the threads have left the engine. Whether they have."""
         deadline = time.monotonic() + timeout
-        threads = [thread for thread in list(self._running) if thread is not threading.current_thread()]
+        threads = [thread for thread in list(self.running) if thread is not threading.current_thread()]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)

@@ -325,7 +325,7 @@ class Membership:
             return
         self._left = how
         self.publish()
-        self._calls.close()
+        self._calls.closed = True
         self._connection = None
 
     def _write(self, *, read: bool = False) -> None:

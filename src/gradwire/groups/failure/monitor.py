@@ -101,9 +101,8 @@ class Monitor:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         where, op = self._ledger.where(work), work.op.signature
         translated: GroupError
-        if isinstance(
-            error, CollectiveTimeout
-        ):  # of a gradwire group behind torch's API, which has another label for it
+        if isinstance(error, CollectiveTimeout):
+            # Of a gradwire group behind torch's API, which has another label for it.
             text = f"{where}: {engine} timed out: {error}"
             translated = CollectiveTimeout(text, op=op, joined=error.joined, missing=error.missing)
         elif _PEER_GONE.search(text):

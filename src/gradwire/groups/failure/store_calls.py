@@ -75,14 +75,14 @@ class StoreCalls:
         self._failures = 0
         self._lock = threading.RLock()  # abort() in a signal handler may interrupt a call on the same thread
         self._call: BoundedCall[bool] | None = None
-        self._closed = False
+        self.closed = False
 
     @property
     def lost(self) -> bool:
         """Whether the store has stopped answering, or is no longer used."""
         call = self._call
         stuck = call is not None and self.busy and time.monotonic() - call.began > self._patience
-        return self._closed or stuck or self._failures >= 3
+        return self.closed or stuck or self._failures >= 3
 
     @property
     def busy(self) -> bool:
@@ -108,15 +108,8 @@ class StoreCalls:
     def _attempt(self, exchange: Callable[[], Any]) -> bool:
         try:
             exchange()
-        except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):  # c10d's store errors are RuntimeErrors; the others mean a torn page
+        except Exception:  # c10d's store errors are RuntimeErrors; a torn page, or a user's own store, may raise any
             self._failures += 1
             return False
         self._failures = 0
         return True
-
-    def close(self) -> None:
-        self._closed = True

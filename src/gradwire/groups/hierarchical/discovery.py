@@ -54,10 +54,11 @@ def discover_from_groups(inside: Group, across: Group | None, rank: int | None) 
 def _exchange(group: Group, value: Any) -> list[Any]:
     """Every rank's value, in rank order. As JSON, never by pickle: reading what another rank has sent must not run code."""
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = torch.empty(group.size, dtype=torch.int64, device="cpu")
-    group.run(
-        build.all_gather_into_tensor(lengths, torch.tensor([mine.numel()], device="cpu"), label="exchange host reports")
+    length, lengths = (
+        torch.tensor([mine.numel()], device="cpu"),
+        torch.empty(group.size, dtype=torch.int64, device="cpu"),
     )
+    group.run(build.all_gather_into_tensor(lengths, length, label="exchange host reports"))
     places = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths.tolist()]
     group.run(build.all_gather(places, mine, label="exchange host reports"))
     try:

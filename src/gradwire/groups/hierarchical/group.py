@@ -257,7 +257,6 @@ class HierarchicalGroup(Group):
         return self.inside.allocate(numel, dtype=dtype, device=device)
 
     def set_timeout(self, timeout: float) -> None:
-        """Of the parts, too."""
         super().set_timeout(timeout)
         for part in self._parts.members:
             part.set_timeout(timeout)
@@ -281,7 +280,6 @@ class HierarchicalGroup(Group):
         return host, len(self.layout.hosts)
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
-        """A smaller group of the same kind, over sub-groups of the parts."""
         layout = self.layout.within(ranks)
         messages, mates = self.messages, self._parts.members[self.inside]
         if len(layout.hosts) > 1 and messages is None:
@@ -331,7 +329,6 @@ class HierarchicalGroup(Group):
             part.fail(subgroups.for_part(error, members, self.name))
 
     def _look_at_peers(self) -> None:
-        """At the membership, and in the parts."""
         self._monitor.check_peers()
         for part in () if self.failure is not None else self._parts.members:
             try:

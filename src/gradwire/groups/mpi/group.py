@@ -104,7 +104,6 @@ class MPIGroup(Group):
             raise UsageError(f"{op} on {self}: the tag is too large. This MPI has tags up to {self._native.tag_limit}.")
 
     def submit(self, op: Collective) -> Work:
-        """Hand `op` to MPI, or its parts to the lane."""
         if op.kind.is_p2p:
             work = self.begin(op, MPIWork)
             self._start(work, self._engine, self._program(op))
@@ -193,7 +192,6 @@ class MPIGroup(Group):
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Fail here, and notify the other ranks."""
         if self.forked:
             return
         first = self.failure is None
@@ -226,7 +224,6 @@ class MPIGroup(Group):
                     return
 
     def _look_at_peers(self) -> None:
-        """At their control messages."""
         self._engine.progress()
 
     def recover(self, timeout: float | None = None) -> None:
@@ -250,7 +247,6 @@ class MPIGroup(Group):
         old.retire()
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Which ranks have joined, by their control messages."""
         if work.op.kind.is_p2p:
             return super().arrivals(work)
         place, engine = work.place, self._engine
@@ -260,7 +256,6 @@ class MPIGroup(Group):
     # -- members and life ----------------------------------------------------------------------------------------------
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
-        """A group over a communicator of its own."""
         comm = self._engine.comm
         what = f"making MPIGroup {name!r} of ranks {ranks} of {self}"
         tag = tag_of(name, self._native.tag_limit)
@@ -325,7 +320,6 @@ class MPIWork(Work):
         return self.settled
 
     def wait_settled(self, limit: float) -> bool:
-        """As in Work, inside the engine."""
         until = time.perf_counter() + limit
         if (watched := self._pending) is not None:
             engine, pending = watched

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -104,23 +104,21 @@ class ReceiveMatcher:
         return None
 
 
+@dataclass(slots=True, eq=False)
 class PendingRequests:
     """One or several requests that make one operation. Tested only under the runtime's lock."""
 
-    __slots__ = ("done", "error", "kept", "matcher", "on_done", "op", "posted", "receives", "requests")
-
-    def __init__(self, matcher: ReceiveMatcher, op: Collective) -> None:
-        self.matcher = matcher
-        self.op = op
-        self.kept: list[Tensor] = []
-        """Copies that were made for it."""
-        self.requests: list[Any] = []
-        self.receives: list[Receive] = []
-        """Those whose message has arrived have a request of their own."""
-        self.posted = time.perf_counter()
-        self.done = False
-        self.error: Exception | None = None
-        self.on_done: Callable[[PendingRequests], None] | None = None
+    matcher: ReceiveMatcher
+    op: Collective
+    kept: list[Tensor] = field(default_factory=list)
+    """Copies that were made for it."""
+    requests: list[Any] = field(default_factory=list)
+    receives: list[Receive] = field(default_factory=list)
+    """Those whose message has arrived have a request of their own."""
+    posted: float = field(default_factory=time.perf_counter)
+    done: bool = False
+    error: Exception | None = None
+    on_done: Callable[[PendingRequests], None] | None = None
 
     def add_receive(self, receive: Receive) -> None:
         self.receives.append(receive)

@@ -170,9 +170,9 @@ class AllReduce:
         if t.dtype not in SUMMED or not t.is_cpu or op.outputs[0] is not t or not is_plain(t):
             return None
         nbytes = t.numel() * t.element_size()
-        return (
-            self._small_sum(op, t, nbytes) if nbytes <= SMALL else self.counted(self.general(op, op, self.digest(op)))
-        )
+        if nbytes <= SMALL:
+            return self._small_sum(op, t, nbytes)
+        return self.counted(self.general(op, op, self.digest(op)))
 
     def _small_sum(self, op: Collective, t: Tensor, nbytes: int) -> Steps:
         board = self.board
@@ -220,10 +220,9 @@ class AllReduce:
         return known
 
     def _piece(self, offset: int, nbytes: int, fold: Fold) -> Piece:
-        board = self.board
-        return (
-            board.tensor(offset, nbytes, fold.dtype) if fold.array is None else board.array(offset, nbytes, fold.array)
-        )
+        if fold.array is None:
+            return self.board.tensor(offset, nbytes, fold.dtype)
+        return self.board.array(offset, nbytes, fold.array)
 
     def _in_chunks(self, t: Tensor, fold: Fold) -> Steps:
         """See Note [Three buffers]."""

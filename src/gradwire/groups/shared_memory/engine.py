@@ -367,12 +367,7 @@ class SharedMemoryEngine:
             if lost is not None:
                 raise lost
             if time.perf_counter() > deadline:
-                raise CollectiveTimeout(
-                    f"recovery of {self.name} on rank {self.rank}: ranks {list(there.missing)} have not called recover() within "
-                    f"{timeout:.3g} s. Every rank must call it after a failure.",
-                    joined=there.joined,
-                    missing=there.missing,
-                )
+                raise diagnosis.ledger.not_recovered(there, timeout)
             board.wait_queue.sleep(all_there, board.fence, SLICE)
         board.fence()
 

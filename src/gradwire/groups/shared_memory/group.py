@@ -103,7 +103,6 @@ class SharedMemoryGroup(Group):
         self._engine_finalizer = finalize_here(self, _stop, self._engine, segment)
 
     def submit(self, op: Collective) -> Work:
-        """Queue it; the group's own thread carries it out."""
         work = self._put(op)
         if not work.is_completed():
             self._engine.wake()
@@ -177,16 +176,13 @@ class SharedMemoryGroup(Group):
         return t.device.type == "cpu" and self._board.offset_in_heap(t.data_ptr()) >= 0
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Which ranks have arrived: read from the board."""
         return super().arrivals(work) if work.op.kind.is_p2p else self._engine.arrivals(work)
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
-        """A group with a segment of its own."""
         store, rank = PrefixStore(name, self._store), ranks.index(self.rank)
         return SharedMemoryGroup(store, rank, len(ranks), timeout=self.timeout, name=name, **self._options)
 
     def fail(self, error: BaseException) -> None:
-        """Fail here, and notify the other ranks."""
         first = self.failure is None
         super().fail(error)
         if first and not self.closed and not self.forked:
@@ -195,13 +191,11 @@ class SharedMemoryGroup(Group):
             self._board.wait_queue.wake(self.rank)
 
     def _look_at_peers(self) -> None:
-        """At the board and the other ranks' processes."""
         diagnosis, waiting = self._engine.diagnosis, self._engine.waiting()
         if (error := diagnosis.death(waiting) or diagnosis.failure(waiting)) is not None:
             self.fail(error)
 
     def recover(self, timeout: float | None = None) -> None:
-        """Meet the other ranks and count operations from the beginning."""
         self._engine.recover(self._recovery_limit(timeout))
         self.failure = None
 
@@ -231,9 +225,10 @@ def _meet(group: SharedMemoryGroup, rendezvous: Rendezvous, directory: str, room
         with on_failure(segment.close):
             plan = SegmentPlan.fitting(size, segment.nbytes, segment.free)
             segment.reserve(0, plan.heaps, what="board and staging buffers")
-            rendezvous.store.set(key, json.dumps([asdict(ticket), plan.chunk, plan.wide]))
+            rendezvous.store.set(key, json.dumps({**asdict(ticket), "chunk": plan.chunk, "wide": plan.wide}))
     else:
-        announced, chunk, wide = json.loads(rendezvous.receive(key, source=0))
+        announced = json.loads(rendezvous.receive(key, source=0))
+        chunk, wide = announced.pop("chunk"), announced.pop("wide")
         ticket = Ticket(**announced)
         if ticket.host != here:
             raise GroupError(

@@ -35,10 +35,7 @@ from gradwire.errors import CollectiveMismatch, GroupError, InternalError
 from gradwire.groups.shared_memory.all_reduce import AllReduce, Steps, written
 from gradwire.groups.shared_memory.fold import Fold, Piece
 
-_NATIVE = frozenset({
-    OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER,
-    OpKind.REDUCE_SCATTER_TENSOR, OpKind.ALL_TO_ALL, OpKind.ALL_TO_ALL_SINGLE, OpKind.GATHER, OpKind.SCATTER, OpKind.BARRIER,
-})  # fmt: skip
+_NATIVE = frozenset(OpKind) - {OpKind.REDUCE, OpKind.SEND, OpKind.RECV}
 _UNIFORM = frozenset({OpKind.BROADCAST, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR})
 """Exchanges in which the ranks bring equal sizes, so that each can compute where small parts lie."""
 takes = partial(is_native, kinds=_NATIVE)
