@@ -21,12 +21,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.collectives.op_kinds import OpFields, OpKind, ReduceOp
+from gradwire.collectives.op_kinds import COALESCED, OpFields, OpKind, ReduceOp
 
 Op = TypeVar("Op", bound=OpFields)
-_ONE_INPUT = frozenset({
-    OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR
-})  # fmt: skip
+_IN_PLACE = frozenset({OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.REDUCE})
 
 
 def is_plain(t: Tensor) -> bool:
@@ -38,9 +36,9 @@ def is_native(op: OpFields, kinds: frozenset[OpKind]) -> bool:
     """Whether `op` is one of `kinds`, on one plain tensor where it could have several, and in place where it could be elsewhere."""
     if op.kind not in kinds or op.reduce_op is ReduceOp.PREMUL_SUM:
         return False
-    if op.kind in _ONE_INPUT and len(op.inputs) != 1:
+    if op.kind in COALESCED and len(op.inputs) != 1:
         return False
-    if op.kind in (OpKind.ALL_REDUCE, OpKind.BROADCAST) and op.inputs[0] is not op.outputs[0]:
+    if op.kind in _IN_PLACE and op.inputs[0] is not op.outputs[0]:
         return False
     tensors = op.inputs if op.outputs is op.inputs else op.inputs + op.outputs
     return all(map(is_plain, tensors))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.aliasing import overlapping
-from gradwire.collectives.op_kinds import MOVES, REDUCES, REDUCES_SPARSE, OpFields, OpKind, ReduceOp, Scope
+from gradwire.collectives.op_kinds import COALESCED, MOVES, REDUCES, REDUCES_SPARSE, OpFields, OpKind, ReduceOp, Scope
 from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import UsageError, UsageTypeError
 
@@ -59,10 +59,9 @@ def check_alone(op: OpFields) -> None:
         _check_reduction(op)
     elif op.reduce_op is not None or op.factor is not None:
         _refuse(op, "it does not reduce, yet reduce_op or factor is set. Leave both out.")
-    if op.kind in _ONE_INPUT:
-        _one(op, "inputs", op.inputs)
-    if op.kind in _ONE_OUTPUT:
-        _one(op, "outputs", op.outputs)
+    for name, kinds, given in (("inputs", _ONE_INPUT, op.inputs), ("outputs", _ONE_OUTPUT, op.outputs)):
+        if op.kind in kinds and len(given) != 1:
+            _refuse(op, f"{len(given)} {name} were given. Pass exactly one.")
     if (rule := _SHAPE_RULES.get(op.kind)) is not None:
         rule(op)
     if op.outputs:
@@ -93,10 +92,8 @@ def _refuse_tensor(op: OpFields, t: Tensor) -> NoReturn:
 
 
 def _check_outputs(op: OpFields) -> None:
-    if len(op.outputs) == 1 and op.outputs[0].is_contiguous():
-        return
-    pair = overlapping(op.outputs)
-    if pair is None:
+    plain = len(op.outputs) == 1 and op.outputs[0].is_contiguous()
+    if plain or (pair := overlapping(op.outputs)) is None:
         return
     a, b = pair
     if a is b and sum(t is a for t in op.outputs) == 1:
@@ -139,7 +136,7 @@ def _check_alike(op: OpFields, tensors: Sequence[Tensor]) -> None:
             _refuse(op, f"tensors are on different devices: {_describe(first)}, {_describe(t)}. Move them to one.")
         if t.layout != layout:
             _refuse(op, f"tensors have different layouts: {layout} and {t.layout}. Convert them to one.")
-        if op.kind not in _PAIRED and t.dtype != first.dtype:
+        if op.kind not in COALESCED and t.dtype != first.dtype:
             _refuse(op, f"tensors have different dtypes: {_describe(first)}, {_describe(t)}. Convert them to one.")
     if layout is not torch.strided and (layout is not torch.sparse_coo or op.kind is not OpKind.ALL_REDUCE):
         _refuse(op, f"layout {layout} is not supported. Only all_reduce takes sparse COO tensors; use t.to_dense().")
@@ -180,11 +177,6 @@ def _in_place(op: OpFields) -> None:
         _refuse(op, "inputs and outputs do not pair up. They must be the same tensors, or of equal shapes and dtypes.")
 
 
-def _one(op: OpFields, name: str, given: Sequence[Tensor]) -> None:
-    if len(given) != 1:
-        _refuse(op, f"{len(given)} {name} were given. Pass exactly one.")
-
-
 def _pairs(op: OpFields) -> None:
     if len(op.inputs) != len(op.outputs):
         counts = f"{len(op.inputs)} inputs but {len(op.outputs)} outputs"
@@ -214,7 +206,6 @@ def _single(op: OpFields) -> None:
         _refuse(op, f"{rows}. All dimensions but the first must agree.")
 
 
-_PAIRED = frozenset({OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR})
 _SHAPE_RULES: dict[OpKind, Callable[[OpFields], None]] = {
     OpKind.ALL_REDUCE: _in_place,
     OpKind.BROADCAST: _in_place,

@@ -41,7 +41,17 @@ def as_bytes(t: Tensor) -> Tensor:
     return t.detach().as_strided((t.numel(),), (1,)).view(torch.uint8)
 
 
-def _plain_copy(t: Tensor) -> Tensor:
+def on_copies(op: Collective, copied: Callable[[Tensor], Tensor]) -> Collective:
+    """`op` on what `copied` makes of its tensors: of one that is both input and output, one."""
+    copies = {id(t): copied(t) for t in op.inputs + op.outputs}
+    inputs = tuple(copies[id(t)] for t in op.inputs)
+    outputs = inputs if op.outputs is op.inputs else tuple(copies[id(t)] for t in op.outputs)
+    return replace(op, inputs=inputs, outputs=outputs)
+
+
+def _plain(t: Tensor) -> Tensor:
+    if is_plain(t):
+        return t
     return t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
@@ -57,11 +67,9 @@ def _lowered(op: Collective, low: Lowering) -> Program:
 def _staged(op: Collective, low: Lowering) -> Program:
     """The same collective on plain copies. How a tensor lies in memory is known to this rank only: were it to decide
     which collectives are submitted, ranks with different layouts would submit different ones."""
-    copies = {id(t): t if is_plain(t) else _plain_copy(t) for t in op.inputs + op.outputs}
-    inputs = tuple(copies[id(t)] for t in op.inputs)
-    outputs = inputs if op.outputs is op.inputs else tuple(copies[id(t)] for t in op.outputs)
-    yield from low(replace(op, inputs=inputs, outputs=outputs))
-    for t, copy in zip(op.outputs, outputs, strict=True):
+    copied = on_copies(op, _plain)
+    yield from low(copied)
+    for t, copy in zip(op.outputs, copied.outputs, strict=True):
         if copy is not t:
             store(t.detach(), copy)
 

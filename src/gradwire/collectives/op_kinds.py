@@ -96,6 +96,12 @@ class ReduceOp(Enum):
     __hash__ = object.__hash__
 
 
+COALESCED = frozenset({
+    OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR
+})  # fmt: skip
+"""Kinds in which several tensors, or pairs, can be one operation."""
+
+
 @dataclass(frozen=True, slots=True)
 class Signature:
     """A collective without its tensors: what ranks compare, and what errors, events and traces carry."""
@@ -158,34 +164,28 @@ _INEXACT = frozenset({ReduceOp.AVG, ReduceOp.PREMUL_SUM})
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 
 
-def _named(*names: str) -> tuple[torch.dtype, ...]:
-    """Those that this torch has."""
-    return tuple(getattr(torch, name) for name in names if hasattr(torch, name))
-
-
-_FLOATS = _named("float16", "bfloat16", "float32", "float64")
-FLOAT8 = _named("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-_COMPLEX = _named("complex32", "complex64", "complex128")
-_INTEGERS = _named("int8", "int16", "int32", "int64", "uint8")
-_WIDE_UNSIGNED = _named("uint16", "uint32", "uint64")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 REDUCES: dict[torch.dtype, frozenset[ReduceOp]] = {
     **dict.fromkeys(_FLOATS + FLOAT8, _ARITHMETIC | _ORDERED | _INEXACT),
     **dict.fromkeys(_COMPLEX, _ARITHMETIC | _INEXACT),
-    **dict.fromkeys((*_INTEGERS, *_WIDE_UNSIGNED, torch.bool), _ARITHMETIC | _ORDERED | _BITWISE),
+    **dict.fromkeys((*_INTEGERS, *WIDE_UNSIGNED, torch.bool), _ARITHMETIC | _ORDERED | _BITWISE),
 }
 """What each dtype can be reduced by."""
 
-ONLY_BITS = frozenset(_named("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"))
+_BITS = (torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2)
+ONLY_BITS = frozenset({torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, *_BITS})
 """Dtypes without arithmetic, which can be moved."""
 
-ALWAYS_FINITE = frozenset(_named("float4_e2m1fn_x2"))
+ALWAYS_FINITE = frozenset({torch.float4_e2m1fn_x2})
 """Floating-point dtypes that have neither infinities nor NaN."""
 
 MOVES = frozenset(REDUCES) | ONLY_BITS
 """Dtypes that can be broadcast, gathered, scattered, exchanged and sent."""
 
-REDUCES_SPARSE = dict.fromkeys(
-    _FLOATS + _COMPLEX + _INTEGERS, frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
-)
+REDUCES_SPARSE = dict.fromkeys(_FLOATS + _COMPLEX + _INTEGERS, _INEXACT | {ReduceOp.SUM})
 """The same of sparse tensors, which can only be added up."""

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.op import Collective
-from gradwire.collectives.op_kinds import FLOAT8, OpKind, ReduceOp
+from gradwire.collectives.op_kinds import FLOAT8, WIDE_UNSIGNED, OpKind, ReduceOp
 
 T = TypeVar("T")
 _NARROW = frozenset({torch.float16, torch.bfloat16, *FLOAT8})
 # Unsigned integers wider than a byte have storage in torch but next to no arithmetic: int64 holds all but uint64, whose
 # sums and products wrap to the same bits in two's complement.
-_WIDE_UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})
+_WIDE_UNSIGNED = frozenset(WIDE_UNSIGNED)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -12,14 +12,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import TracebackType
-from typing import TypeVar, overload
+from typing import Self, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, Layout, Scope, build
 from gradwire.collectives.timeouts import timeout_seconds, wait_seconds
-from gradwire.errors import ClosedError, GroupAborted, HookError, NoSubgroups, UsageError, again
+from gradwire.errors import ClosedError, GroupAborted, HookError, NoSubgroups, PeerLost, UsageError, again
 from gradwire.events import Emitter, Handle
 from gradwire.groups.completion import CompletionHook
 from gradwire.groups.failure.watchdog import Watchdog
@@ -36,7 +36,6 @@ MEETING_TIMEOUT = 300.0
 """Seconds within which all ranks must have called `gw.init()`: the default of torch's stores."""
 
 W = TypeVar("W", bound=Work)
-G = TypeVar("G", bound="Group")
 
 
 class Group(Verbs, ABC):
@@ -203,8 +202,9 @@ class Group(Verbs, ABC):
         raise NoSubgroups(f"{type(self).__name__} does not make subgroups. Override subgroup(ranks, name=...).")
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Which ranks have joined `work`, if the group can know. Timeouts name the missing ones."""
-        return None
+        """Which ranks have joined `work`, if the group can know: of a message to or from one rank, this one. Timeouts name the
+        missing ones."""
+        return None if work.op.peer is None else Arrivals((self.rank,), (work.op.peer,))
 
     @property
     def events(self) -> Emitter:
@@ -226,7 +226,6 @@ class Group(Verbs, ABC):
 
     def abort_device(self) -> None:
         """Once aborted, end also what devices run of this group, for good. May take a second."""
-        return
 
     def check_peers(self) -> None:
         """Check now whether the group has failed, here or on another rank, and raise the error."""
@@ -247,9 +246,12 @@ class Group(Verbs, ABC):
             raise again(self.failure)
 
     def _recovery_limit(self, timeout: float | None) -> float:
-        """How many seconds a recovery may take. Refused in a forked child."""
+        """How many seconds a recovery may take. Refused in a forked child, and when a rank is lost."""
         self.refuse_in_child("recover()")
-        return self.timeout if timeout is None else timeout_seconds(f"recover of {self}", timeout)
+        limit = self.timeout if timeout is None else timeout_seconds(f"recover of {self}", timeout)
+        if isinstance(self.failure, PeerLost):
+            raise again(self.failure)
+        return limit
 
     def fail(self, error: BaseException) -> None:
         """Like `abort`, with the given error. The first failure is kept."""
@@ -286,7 +288,7 @@ class Group(Verbs, ABC):
         except HookError as error:
             self.ledger.hook_errors.append(error)
 
-    def __enter__(self: G) -> G:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

@@ -29,12 +29,13 @@ def _if_in(pid: int, fn: Callable[..., object], *args: Any) -> None:
 
 def leak_in_child(owner: object, engines: list[Any]) -> None:
     """Never destroy `engines` in forked children: a C++ destructor joins threads that a child does not have."""
-    weakref.finalize(owner, _leak_outside, os.getpid(), engines)
+    pid = os.getpid()
+    weakref.finalize(owner, lambda: None if os.getpid() == pid else leak([*engines]))
 
 
-def _leak_outside(pid: int, engines: list[Any]) -> None:
-    if os.getpid() != pid:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(list(engines)))
+def leak(value: object) -> None:
+    """Never free `value`."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def refuse_in_child(pid: int, *what: object) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from gradwire.collectives import Collective, OpKind
-from gradwire.errors import CollectiveTimeout, HookError
+from gradwire.errors import UNEVEN, CollectiveTimeout, GroupAborted, HookError, PeerLost
 from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted
 from gradwire.groups.completion import CompletionHooks
 from gradwire.groups.futures import FutureThreads
@@ -24,6 +25,8 @@ from gradwire.recorder import writer
 from gradwire.recorder.format import EPOCH_SHIFT, NO_PEER, ON_DEVICE, RecordKind, message_number
 from gradwire.recorder.source import EventSource, derived_id
 from gradwire.recorder.writer import FlightRecorder, summary
+
+E = TypeVar("E", bound=BaseException)
 
 # To look up a member of an Enum takes ten times as long.
 _SUBMITTED = RecordKind.COLLECTIVE_SUBMITTED
@@ -35,6 +38,9 @@ _FAILED = RecordKind.COLLECTIVE_FAILED
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 """Whether a profiler of torch's is on in this thread. Operations are then shown in it, as `gradwire:all_reduce`."""
 
+CLOSED = f"it has closed its group and will not join. {UNEVEN}"
+"""Why a rank is lost to an operation that waits for it."""
+
 _unidentified: dict[tuple[str, str, int, int], int] = {}
 """How many groups without an identity were made, by kind, name, size and rank."""
 
@@ -45,6 +51,17 @@ class Arrivals:
 
     joined: tuple[int, ...]
     missing: tuple[int, ...]
+
+    @classmethod
+    def of(cls, joined: Collection[int], size: int) -> Arrivals:
+        """Those that have joined, and the rest of `size` ranks."""
+        return cls(tuple(sorted(joined)), tuple(rank for rank in range(size) if rank not in joined))
+
+
+def chained(error: E, cause: BaseException) -> E:
+    """`error` with its cause, but without the cause's traceback, whose frames would keep a group, and so its memory, alive."""
+    error.__cause__ = cause.with_traceback(None)
+    return error
 
 
 class Ledger:
@@ -194,6 +211,21 @@ class Ledger:
         )
         joined, missing = (None, None) if known is None else (known.joined, known.missing)
         return CollectiveTimeout(text, op=work.op.signature, joined=joined, missing=missing)
+
+    def lost(self, rank: int, why: str, work: Work | None = None) -> PeerLost:
+        """The error for a rank that is lost, and has been missed in `work` if there is one."""
+        text = f"{self.where(work)}: rank {rank} is lost: {why}. Look at its output for the cause; make a new group to continue."
+        return PeerLost(text, rank=rank, op=None if work is None else work.op.signature)
+
+    def aborted(self, why: str, work: Work | None = None) -> GroupAborted:
+        """The error for a group that another rank has aborted."""
+        return GroupAborted(f"{self.where(work)}: the group was aborted: {why}", reason=why)
+
+    def not_recovered(self, known: Arrivals, timeout: float) -> CollectiveTimeout:
+        """The error for a recovery in which not all ranks have met."""
+        who = f"ranks {list(known.missing)} have not called recover() within {timeout:.3g} s"
+        text = f"recovery of {self.where(None)}: {who}. Every rank must call it after a failure."
+        return CollectiveTimeout(text, joined=known.joined, missing=known.missing)
 
     def where(self, work: Work | None) -> str:
         """The beginning of an error message: the operation, or the group if there is none, and this rank."""

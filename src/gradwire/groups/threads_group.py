@@ -18,7 +18,7 @@ from gradwire.collectives.matching import mismatch
 from gradwire.collectives.reference import perform, store
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.failure.watchdog import Watchdog
-from gradwire.groups.ledger import Arrivals
+from gradwire.groups.ledger import CLOSED, Arrivals
 from gradwire.groups.work import Work, settle_together
 from gradwire.recorder.source import new_id
 
@@ -52,12 +52,7 @@ class ThreadGroup(Group):
         """
         if size < 1:
             raise errors.UsageError(f"ThreadGroup.world({size}): a world has at least one rank.")
-        return cls._seat(_ThreadWorld(size, name, timeout))
-
-    @classmethod
-    def _seat(cls, table: _ThreadWorld) -> list[ThreadGroup]:
-        table.groups = [cls(rank, table) for rank in range(table.size)]
-        return table.groups
+        return _ThreadWorld(size, name, timeout).groups
 
     def submit(self, op: Collective) -> Work:
         """Join the operation; the last rank to join carries it out before it returns."""
@@ -87,7 +82,6 @@ class ThreadGroup(Group):
         self.fail(errors.GroupAborted(f"{self.name} was aborted by rank {self.rank}: {reason}", reason=reason))
 
     def recover(self, timeout: float | None = None) -> None:
-        """Wait for all ranks, then restart with empty state."""
         self._table.start_over(self.rank, self._recovery_limit(timeout))
 
     def start_over(self) -> None:
@@ -108,7 +102,6 @@ class _ThreadWorld:
         self.timeout = timeout
         self.group_id = new_id()
         self.watchdog = Watchdog(name, owners=size)
-        self.groups: list[ThreadGroup] = []
         self._lock = threading.Lock()
         self._slots: dict[int, dict[int, Work]] = {}
         self._p2p: list[tuple[Work, int]] = []
@@ -117,13 +110,13 @@ class _ThreadWorld:
         self._recovering: set[int] = set()
         self._recoveries = 0
         self._all_recovering = threading.Condition(self._lock)
+        self.groups = [ThreadGroup(rank, self) for rank in range(size)]
 
     def subtable(self, name: str, size: int) -> _ThreadWorld:
         with self._lock:
             table = self._subtables.get(name)
             if table is None or len(table._left) == table.size:  # all ranks have closed theirs
                 table = self._subtables[name] = _ThreadWorld(size, name, self.timeout)
-                ThreadGroup._seat(table)
             return table
 
     def join(self, work: Work, rank: int, place: int) -> None:
@@ -137,7 +130,7 @@ class _ThreadWorld:
         if complete:
             self._carry_out([slot[r] for r in range(self.size)])
         elif lost:
-            work.fail(_left(work, lost[0]))
+            work.fail(work.ledger.lost(lost[0], CLOSED, work))
 
     def _carry_out(self, works: Sequence[Work]) -> None:
         now = time.perf_counter()
@@ -172,12 +165,10 @@ class _ThreadWorld:
         with self._lock:
             self._p2p = [(other, r) for other, r in self._p2p if not other.is_completed()]
             match = next((entry for entry in self._p2p if _fits(work, rank, *entry)), None)
-            if match is None:
-                lost = self._lost_to(work, rank)
-                if lost is None:
-                    self._p2p.append((work, rank))
-            else:
+            if match is not None:
                 self._p2p.remove(match)
+            elif (lost := self._lost_to(work, rank)) is None:
+                self._p2p.append((work, rank))
         if match is not None:
             other, other_rank = match
             if work.op.kind is OpKind.SEND:
@@ -185,22 +176,23 @@ class _ThreadWorld:
             else:
                 _deliver(other, other_rank, work)
         elif lost is not None:
-            work.fail(_left(work, lost))
+            work.fail(work.ledger.lost(lost, CLOSED, work))
 
     def _lost_to(self, work: Work, rank: int) -> int | None:
-        """A rank that has left, if all ranks that a message of `rank` can go to or come from have left."""
-        peer = work.op.peer
-        peers = [r for r in range(self.size) if r != rank] if peer is None else [peer]
+        """A rank that has left, if all that a message of `rank` can go to or come from have."""
+        peers = self._peers(work, rank)
         return peers[-1] if all(r in self._left for r in peers) else None
+
+    def _peers(self, work: Work, rank: int) -> tuple[int, ...]:
+        """The ranks that a message of `rank` can go to or come from."""
+        return tuple(r for r in range(self.size) if r != rank) if work.op.peer is None else (work.op.peer,)
 
     def arrivals(self, work: Work, rank: int) -> Arrivals | None:
         if work.op.kind.is_p2p:
-            peers = [work.op.peer] if work.op.peer is not None else [r for r in range(self.size) if r != rank]
-            return Arrivals(joined=(rank,), missing=tuple(peers))
+            return Arrivals(joined=(rank,), missing=self._peers(work, rank))
         with self._lock:
-            slot = next((s for s in self._slots.values() if s.get(rank) is work), None)
-            joined = range(self.size) if slot is None else sorted(slot)
-        return Arrivals(tuple(joined), tuple(r for r in range(self.size) if r not in joined))
+            slot = next((s for s in self._slots.values() if s.get(rank) is work), range(self.size))
+            return Arrivals.of(list(slot), self.size)
 
     def start_over(self, rank: int, timeout: float) -> None:
         """Wait for all ranks; the last one resets the world. A rank that times out withdraws, so that all can try again."""
@@ -218,13 +210,9 @@ class _ThreadWorld:
             before = self._recoveries
             if self._all_recovering.wait_for(lambda: self._recoveries > before, timeout):
                 return
-            missing = [r for r in range(self.size) if r not in self._recovering]
-            joined = sorted(self._recovering)
+            known = Arrivals.of(self._recovering, self.size)
             self._recovering.discard(rank)
-        late = f"recovery of {self.name} on rank {rank}: ranks {missing} have not called recover() in {timeout:.3g} s"
-        raise errors.CollectiveTimeout(
-            f"{late}. Every rank must call it after a failure.", joined=joined, missing=missing
-        )
+        raise self.groups[rank].ledger.not_recovered(known, timeout)
 
     def leave(self, rank: int) -> None:
         with self._lock:
@@ -232,12 +220,7 @@ class _ThreadWorld:
             stranded = [work for slot in self._slots.values() if rank not in slot for work in slot.values()]
             stranded += [work for work, r in self._p2p if self._lost_to(work, r) is not None]
         for work in stranded:
-            work.fail(_left(work, rank))
-
-
-def _left(work: Work, rank: int) -> errors.PeerLost:
-    text = f"{work.ledger.where(work)}: rank {rank} has closed its group and will not join. {errors.UNEVEN}."
-    return errors.PeerLost(text, rank=rank, op=work.op.signature)
+            work.fail(work.ledger.lost(rank, CLOSED, work))
 
 
 def _fits(work: Work, rank: int, other: Work, other_rank: int) -> bool:

@@ -165,7 +165,7 @@ def test_a_peer_that_left_before_and_one_that_leaves_meanwhile() -> None:
     c.close()
     late = b.barrier(async_op=True)
     for work in (waiting, late):
-        with pytest.raises(PeerLost, match="rank 2 has closed") as caught:
+        with pytest.raises(PeerLost, match="rank 2 is lost: it has closed") as caught:
             work.wait()
         assert caught.value.rank == 2
         assert caught.value.op == work.op.signature

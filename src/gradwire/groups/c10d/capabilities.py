@@ -62,13 +62,15 @@ METHODS: Mapping[OpKind, tuple[str, ...]] = {
 
 _RECV_ANY = "recv_anysource"
 _NAMES = frozenset({_RECV_ANY}).union(*METHODS.values())
+_KINDS = frozenset(METHODS)
 
 
 def find_engine(pg: Any, device: torch.device) -> tuple[Any, C10dEngine]:
     """The object to call for tensors on `device`, and what is known about it."""
     own = own_methods(pg)
     if own:
-        return pg, _python_engine(pg, own, _engine_beneath(pg, device))
+        beneath = _cpp_backends(pg).get(device.type)
+        return pg, _python_engine(pg, own, None if beneath is None else _engine_named(name_of(beneath), device))
     backend = pg._get_backend(device) if isinstance(pg, dist.ProcessGroup) else pg
     own = own_methods(backend)  # torch 2.15 lets Python derive from Backend
     return backend, _python_engine(backend, own, None) if own else _engine_named(name_of(backend), device)
@@ -90,9 +92,7 @@ def identity_of(pg: Any) -> int | None:
 
 def engines_of(pg: Any) -> dict[str, str]:
     """By type of device: the name of the C++ backend that serves it. Empty for a group written in Python."""
-    if not isinstance(pg, dist.ProcessGroup):
-        return {}
-    return {device.type: name_of(dist.ProcessGroup._get_backend(pg, device)) for device in _devices_in_cpp(pg)}
+    return {device: name_of(backend) for device, backend in _cpp_backends(pg).items()}
 
 
 def store_of(pg: Any) -> Any:
@@ -110,9 +110,7 @@ def store_of(pg: Any) -> Any:
 
 def timeout_of(pg: Any) -> float | None:
     """The timeout, in seconds, of a process group; the longest, if it has several backends. None if it has no C++ backend."""
-    backends = [pg]
-    if isinstance(pg, dist.ProcessGroup):
-        backends = [pg._get_backend(device) for device in _devices_in_cpp(pg)]
+    backends = _cpp_backends(pg).values() if isinstance(pg, dist.ProcessGroup) else [pg]
     options: list[Any] = [getattr(backend, "options", None) for backend in backends]
     limits = [each._timeout.total_seconds() for each in options if hasattr(each, "_timeout")]
     return min(max(limits), LONGEST) if limits else None
@@ -153,16 +151,11 @@ def _engine_named(name: str, device: torch.device) -> C10dEngine:
     return C10dEngine(name, GLOO.takes, call, stream_ordered=device.type != "cpu" and name != "mpi")
 
 
-def _engine_beneath(pg: Any, device: torch.device) -> C10dEngine | None:
-    """The C++ engine of a group written in Python, if it has one for this device."""
-    if not isinstance(pg, dist.ProcessGroup) or device.type not in {d.type for d in _devices_in_cpp(pg)}:
-        return None
-    return _engine_named(name_of(dist.ProcessGroup._get_backend(pg, device)), device)
-
-
-def _devices_in_cpp(pg: dist.ProcessGroup) -> list[torch.device]:
-    """The value of torch's own property, even if the class overrides it."""
-    return list(dist.ProcessGroup._device_types.__get__(pg))
+def _cpp_backends(pg: Any) -> dict[str, Any]:
+    """By type of device: the C++ backends of a process group, as torch's own class finds them, even if `pg` overrides that."""
+    torchs = dist.ProcessGroup
+    devices = torchs._device_types.__get__(pg) if isinstance(pg, torchs) else ()
+    return {device.type: torchs._get_backend(pg, device) for device in devices}
 
 
 def _python_engine(pg: Any, own: Mapping[str, Callable[..., Any]], beneath: C10dEngine | None) -> C10dEngine:
@@ -171,7 +164,7 @@ def _python_engine(pg: Any, own: Mapping[str, Callable[..., Any]], beneath: C10d
 
     def method_of(op: Collective) -> str | None:
         """The method for `op`, unless it asks for more than every implementation can be expected to support."""
-        if op.reduce_op not in (None, ReduceOp.SUM) or not takes_tensors(op):
+        if op.reduce_op not in (None, ReduceOp.SUM) or not takes_tensors(op, _KINDS):
             return None
         if op.kind is OpKind.RECV and op.peer is None:
             return _RECV_ANY if _RECV_ANY in own else None

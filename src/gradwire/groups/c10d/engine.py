@@ -15,8 +15,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from gradwire.collectives import Collective, OpKind, ReduceOp
-from gradwire.collectives.aliasing import is_plain
-from gradwire.collectives.lower import Program, lower
+from gradwire.collectives.aliasing import is_native
 from gradwire.groups.c10d.chunked_exchange import cut
 
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
@@ -40,30 +39,23 @@ class C10dEngine:
     may_block: bool = False
     """Whether a call may block until the peers have called too; it is then made on the group's lane, not by the caller."""
 
-    def program(self, op: Collective, *, rank: int, size: int) -> Program:
-        return lower(op, rank=rank, size=size, takes=self.takes)
 
-
-_IN_PLACE = frozenset({OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.REDUCE})
 _JOINED = frozenset({OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR})
 # Gloo's reduce may write into the tensors of ranks other than the root, and its reduce-scatter and all-to-all of lists are recent
 # and incomplete; they are composed of others.
-_BOTH = frozenset({
-    OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.ALL_TO_ALL_SINGLE, OpKind.GATHER,
-    OpKind.SCATTER, OpKind.SEND, OpKind.RECV, OpKind.BARRIER,
-})  # fmt: skip
-_NCCL = _BOTH | {OpKind.REDUCE, OpKind.REDUCE_SCATTER_TENSOR, OpKind.ALL_TO_ALL}
+_NCCL = frozenset(OpKind) - {OpKind.REDUCE_SCATTER}
+_GLOO = _NCCL - {OpKind.REDUCE, OpKind.REDUCE_SCATTER_TENSOR, OpKind.ALL_TO_ALL}
 
 
-def takes_tensors(op: Collective, *, any_shape: bool = False) -> bool:
-    """Whether an engine that implements the kind takes these tensors: plain ones of the usual dtypes, one at a time.
+def takes_tensors(op: Collective, kinds: frozenset[OpKind], *, any_shape: bool = False) -> bool:
+    """Whether an engine that implements `kinds` takes this: plain tensors of the usual dtypes, one at a time.
 
     Parts of shape [2, 3] may form [4, 3] as well as [2, 2, 3], so parts of one tensor must be flat unless it takes `any_shape`.
     """
-    kind, ins, outs = op.kind, op.inputs, op.outputs
-    if kind in _IN_PLACE and (len(ins) != 1 or ins[0] is not outs[0]):
+    if not is_native(op, kinds):
         return False
-    if kind in _JOINED and (len(ins) != 1 or not (any_shape or ins[0].dim() == outs[0].dim() == 1)):
+    kind, ins, outs = op.kind, op.inputs, op.outputs
+    if kind in _JOINED and not (any_shape or ins[0].dim() == outs[0].dim() == 1):
         return False
     if kind is OpKind.ALL_TO_ALL_SINGLE and op.splits is not None and not all(op.splits):
         return False
@@ -71,13 +63,11 @@ def takes_tensors(op: Collective, *, any_shape: bool = False) -> bool:
         return False
     if kind is OpKind.REDUCE_SCATTER and len({t.numel() for t in ins}) > 1:
         return False
-    if op.tensors and op.tensors[0].dtype not in _FLOATS | _INTEGERS:
-        return False
-    return all(map(is_plain, ins)) and (outs is ins or all(map(is_plain, outs)))
+    return not op.tensors or op.tensors[0].dtype in _FLOATS | _INTEGERS
 
 
 def _gloo_takes(op: Collective) -> bool:
-    if op.kind not in _BOTH or not takes_tensors(op):
+    if not takes_tensors(op, _GLOO):
         return False
     if op.kind.is_p2p:
         return op.device.type == "cpu"  # it would pass a device pointer to the kernel's socket calls
@@ -90,9 +80,9 @@ def _gloo_takes(op: Collective) -> bool:
 
 
 def _nccl_takes(op: Collective) -> bool:
-    if op.kind not in _NCCL or (op.kind is OpKind.RECV and op.peer is None):
+    if op.kind is OpKind.RECV and op.peer is None:
         return False
-    return op.reduce_op not in _BITWISE | {ReduceOp.PREMUL_SUM} and takes_tensors(op, any_shape=True)
+    return op.reduce_op not in _BITWISE and takes_tensors(op, _NCCL, any_shape=True)
 
 
 _REDUCE_OPS: dict[ReduceOp, Any] = {
@@ -118,12 +108,6 @@ def call(pg: Any, op: Collective, timeout: float) -> Any:
     return _CALLS[op.kind](pg, op, ins, outs, timedelta(seconds=timeout))
 
 
-def _all_to_all_single(pg: Any, op: Collective, ins: list[Tensor], outs: list[Tensor], timeout: timedelta) -> Any:
-    out_splits, in_splits = op.splits or ((), ())
-    options = _set(c10d.AllToAllOptions(), op, timeout)
-    return pg.alltoall_base(outs[0], ins[0], list(out_splits), list(in_splits), options)
-
-
 _CALLS: dict[OpKind, Callable[[Any, Collective, list[Tensor], list[Tensor], timedelta], Any]] = {
     OpKind.ALL_REDUCE: lambda pg, op, i, o, t: pg.allreduce(i, _set(c10d.AllreduceOptions(), op, t)),
     OpKind.BROADCAST: lambda pg, op, i, o, t: pg.broadcast(i, _set(c10d.BroadcastOptions(), op, t)),
@@ -137,7 +121,9 @@ _CALLS: dict[OpKind, Callable[[Any, Collective, list[Tensor], list[Tensor], time
         o[0], i[0], _set(c10d.ReduceScatterOptions(), op, t)
     ),
     OpKind.ALL_TO_ALL: lambda pg, op, i, o, t: pg.alltoall(o, i, _set(c10d.AllToAllOptions(), op, t)),
-    OpKind.ALL_TO_ALL_SINGLE: _all_to_all_single,
+    OpKind.ALL_TO_ALL_SINGLE: lambda pg, op, i, o, t: pg.alltoall_base(
+        o[0], i[0], *map(list, op.splits or ((), ())), _set(c10d.AllToAllOptions(), op, t)
+    ),
     OpKind.GATHER: lambda pg, op, i, o, t: pg.gather([o] if o else [], i, _set(c10d.GatherOptions(), op, t)),
     OpKind.SCATTER: lambda pg, op, i, o, t: pg.scatter(o, [i] if i else [], _set(c10d.ScatterOptions(), op, t)),
     OpKind.SEND: lambda pg, op, i, o, t: pg.send(i, op.peer, op.tag),

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import Collective
 from gradwire.collectives.aliasing import apart
-from gradwire.collectives.lower import is_identity
+from gradwire.collectives.lower import is_identity, lower
 from gradwire.collectives.reference import writing
 from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import GroupAborted, GroupError, PeerLost, UsageError
@@ -83,8 +83,8 @@ class C10dGroup(Group):
         cls, store: Any, rank: int, size: int, *, timeout: float = DEFAULT_TIMEOUT, name: str | None = None
     ) -> C10dGroup:
         """A group over its own gloo engine, built on `store`; closing the group destroys the engine."""
-        engine, processes = make_gloo(store, rank, size, timeout_seconds("C10dGroup.gloo", timeout))
-        return cls._over(engine, processes, store, timeout, name or "gloo")
+        made = make_gloo(store, rank, size, timeout_seconds("C10dGroup.gloo", timeout))
+        return cls._over(*made, store, timeout, name or "gloo")
 
     @classmethod
     def nccl(
@@ -93,8 +93,8 @@ class C10dGroup(Group):
         """A group over its own engines: NCCL for CUDA tensors, gloo for CPU tensors."""
         if not torch.cuda.is_available() or not dist.is_nccl_available():
             raise UsageError("C10dGroup.nccl: there is no CUDA device here, or torch has no NCCL. Use C10dGroup.gloo.")
-        engine, processes = make_nccl(store, rank, size, timeout_seconds("C10dGroup.nccl", timeout))
-        return cls._over(engine, processes, store, timeout, name or "nccl")
+        made = make_nccl(store, rank, size, timeout_seconds("C10dGroup.nccl", timeout))
+        return cls._over(*made, store, timeout, name or "nccl")
 
     @classmethod
     def _over(
@@ -118,13 +118,14 @@ class C10dGroup(Group):
 
     def submit(self, op: Collective) -> Work:
         backend, engine = self._backend(op.device)
-        if engine.stream_ordered and op.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            work = self._submit(op, backend, engine, in_graph=True)
+        on_device = engine.stream_ordered and op.device.type == "cuda"
+        in_graph = on_device and torch.cuda.is_current_stream_capturing()
+        work = self._submit(op, backend, engine, in_graph)
+        if in_graph:
             work.settle_in_graph()
-            return work
-        return self._submit(op, backend, engine)
+        return work
 
-    def _submit(self, op: Collective, backend: Any, engine: C10dEngine, *, in_graph: bool = False) -> C10dWork:
+    def _submit(self, op: Collective, backend: Any, engine: C10dEngine, in_graph: bool) -> C10dWork:
         if op.kind.is_p2p:
             work = self.begin(op, C10dWork)
             work.in_graph = in_graph
@@ -161,7 +162,7 @@ class C10dGroup(Group):
     def _run_program(self, work: C10dWork, backend: Any, engine: C10dEngine, ready: torch.cuda.Event | None) -> None:
         """On the lane: run one step after another, waiting for each."""
         work.ledger.started(work, time.perf_counter())
-        program = engine.program(work.op, rank=self.rank, size=self.size)
+        program = lower(work.op, rank=self.rank, size=self.size, takes=engine.takes)
         try:
             with self._side_stream(work.op.device, ready), writing(work.op.outputs):
                 for step in program:
@@ -184,7 +185,7 @@ class C10dGroup(Group):
         work.ledger.started(work, time.perf_counter())
         try:
             with self._side_stream.behind(work.op):
-                for step in engine.program(work.op, rank=self.rank, size=self.size):
+                for step in lower(work.op, rank=self.rank, size=self.size, takes=engine.takes):
                     native = engine.call(backend, step, work.timeout + ENGINE_MARGIN)
                     native.wait()
                 work.watch_stream(self._poller)
@@ -194,7 +195,7 @@ class C10dGroup(Group):
     def _start_p2p(self, work: C10dWork, backend: Any, engine: C10dEngine) -> None:
         """Sends and receives do not queue behind anything: see Note [Threads for messages]."""
         work.ledger.started(work, time.perf_counter())
-        program = engine.program(work.op, rank=self.rank, size=self.size)
+        program = lower(work.op, rank=self.rank, size=self.size, takes=engine.takes)
         try:
             with writing(work.op.outputs):
                 native = engine.call(backend, next(program), work.timeout)
@@ -243,7 +244,6 @@ class C10dGroup(Group):
             self.fail(translated)
 
     def fail(self, error: BaseException) -> None:
-        """Fail here, and report it to the other ranks."""
         if self.forked:
             return
         self._unfinished += list(self.ledger.pending.values())
@@ -263,12 +263,12 @@ class C10dGroup(Group):
     def recover(self, timeout: float | None = None) -> None:
         """Meet the other ranks; if they are out of step, continue over a new engine on the same store: an engine cannot cancel an
         operation that some ranks have begun. The process group this group was made from is then no longer used."""
-        self.refuse_in_child("recover()")
-        if self._monitor.membership is None or isinstance(self.failure, PeerLost):
+        limit = self._recovery_limit(timeout)
+        if self._monitor.membership is None:
             super().recover(timeout)
             return
         stuck = sum(isinstance(work, C10dWork) and work.left_in_engine for work in self._unfinished)
-        prefix, in_step = self._monitor.recover(self._recovery_limit(timeout), stuck=stuck)
+        prefix, in_step = self._monitor.recover(limit, stuck=stuck)
         if not in_step:
             self._replace_engine(prefix)
         self._unfinished.clear()
@@ -288,7 +288,7 @@ class C10dGroup(Group):
         self._own(make_gloo(store, self.rank, self.size, self.timeout)[0])
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        return self._monitor.arrivals(work)
+        return super().arrivals(work) if work.op.kind.is_p2p else self._monitor.arrivals(work)
 
     def _backend(self, device: torch.device) -> tuple[Any, C10dEngine]:
         known = self._backends.get(device.type)

@@ -27,6 +27,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -135,15 +136,12 @@ def _ways(store: Any) -> Ways:
         return "", ""
     if isinstance(tcp, PrivateStore):  # all ranks are on this host
         return LOOPBACK, LOOPBACK
-    if not hasattr(tcp, "port"):  # as those have that are reached over TCP
-        return "", ""
-    try:
+    with suppress(AttributeError, OSError):  # only a store that is reached over TCP has an address
         family, kind, protocol, _, there = socket.getaddrinfo(tcp.host, tcp.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(there)  # a datagram socket: nothing is sent
             return str(probe.getsockname()[0]), str(there[0])
-    except OSError:
-        return "", ""
+    return "", ""
 
 
 def _choose(rank: int, known: list[Ways]) -> str:
@@ -167,17 +165,13 @@ def make_nccl(store: Any, rank: int, size: int, timeout: float) -> tuple[Any, Ma
     kinds, nccl = dist.ProcessGroup.BackendType, dist.ProcessGroupNCCL
     cpu, processes = make_gloo(store, rank, size, timeout)
     store, fd = _without_interpreter(store, rank, timeout)
-    try:
+    with nullcontext() if fd is None else on_failure(os.close, fd):
         pg = dist.ProcessGroup(PrefixStore("c10d", store), rank, size)
         options = nccl.Options()
         options._timeout = timedelta(seconds=timeout + ENGINE_MARGIN)
         pg._set_default_backend(kinds.NCCL)
         pg._register_backend(torch.device("cuda"), kinds.NCCL, nccl(PrefixStore("nccl", store), rank, size, options))
         pg._register_backend(torch.device("cpu"), kinds.GLOO, cpu)
-    except BaseException:
-        if fd is not None:
-            os.close(fd)
-        raise
     if fd is not None:
         weakref.finalize(pg, os.close, fd).atexit = False  # the engine may still exist at exit
     return pg, processes

@@ -14,7 +14,6 @@ every operation fails with "Application timeout caused pair closure"; a receive 
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
+from gradwire.groups import forked
 from gradwire.groups.c10d.engine import C10dEngine
 from gradwire.groups.c10d.python_work import PythonWork
 from gradwire.groups.c10d.work import C10dWork, CompletionPoller, MessageThreads
@@ -74,7 +74,7 @@ def destroy(owned: list[Any], *, leak: Sequence[Any]) -> None:
     """Drop the last references to the engines in `owned`. If operations in them, `leak`, cannot be stopped, engines and operations
     are leaked: a destructor would wait for them."""
     if leak and owned:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object([*leak, *owned]))
+        forked.leak([*leak, *owned])
         owned.clear()
     while owned:
         engine = owned.pop()
@@ -110,5 +110,5 @@ class Teardown:
 
     def _natives(self) -> list[Any]:
         pending = [work.native for work in list(self.ledger.pending.values()) if isinstance(work, C10dWork)]
-        abandoned, messages = self.poller.take_abandoned(), self.messages.natives()
-        return [native for native in (*pending, *abandoned, *messages) if native is not None]
+        others = self.poller.take_abandoned() + list(self.messages.running.values())
+        return [native for native in pending + others if native is not None]

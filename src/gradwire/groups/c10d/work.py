@@ -107,18 +107,18 @@ def wait_slice(native: Any, limit: float = _SLICE) -> bool:
 class C10dWork(Work):
     """A Work whose engine can be waited on: by the caller, or by the poller if no caller waits."""
 
-    def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
-        super().__init__(op, ledger, seq=seq, timeout=timeout)
-        self.left_in_engine = False  # whether the engine was still busy with it when it failed here
-        self.native: Any = None
-        """c10d's Work, while the engine is busy with this one."""
-        self._ordered = False  # whether a wait for `native` only orders the current stream
-        self._event: torch.cuda.Event | None = None
-        self._stream: int | None = None  # the submitter's, if the operation has nothing to do
-        self._on_error: Callable[[BaseException], None] | None = None
-        self._poller: CompletionPoller | None = None
-        self._polled = False
-        self.in_graph = False  # whether a CUDA graph is captured meanwhile: see [Inside a CUDA graph]
+    native: Any = None
+    """c10d's Work, while the engine is busy with this one."""
+    left_in_engine = False
+    """Whether the engine was still busy with it when it failed here."""
+    in_graph = False
+    """Whether a CUDA graph is captured meanwhile: see Note [Inside a CUDA graph]."""
+    _ordered = False  # whether a wait for `native` only orders the current stream
+    _event: torch.cuda.Event | None = None
+    _stream: int | None = None  # the submitter's, if the operation has nothing to do
+    _on_error: Callable[[BaseException], None] | None = None
+    _poller: CompletionPoller | None = None
+    _polled = False
 
     def finish_on_stream(self) -> None:
         """Nothing is done, but what the submitter's stream holds comes before what a waiter's stream does next."""
@@ -322,28 +322,25 @@ class MessageThreads:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._running: dict[threading.Thread, Any] = {}
+        self.running: dict[threading.Thread, Any] = {}
+        """The threads, and c10d's Work that each waits for in the engine."""
 
     def start(self, native: Any, finish: Callable[[], None]) -> None:
         """Call `finish`, which waits for the engine's `native`, on a thread."""
 
         def run() -> None:
             finish()
-            self._running.pop(threading.current_thread(), None)
+            self.running.pop(threading.current_thread(), None)
 
         thread = threading.Thread(target=run, name=f"gradwire-messages-{self._name}", daemon=True)
-        self._running[thread] = native
-        with on_failure(self._running.pop, thread):
+        self.running[thread] = native
+        with on_failure(self.running.pop, thread):
             thread.start()
-
-    def natives(self) -> list[Any]:
-        """c10d's Works that threads are waiting for in the engine."""
-        return list(self._running.values())
 
     def stop(self, timeout: float) -> bool:
         """Wait until the threads have left the engine. Whether they have."""
         deadline = time.monotonic() + timeout
-        threads = [thread for thread in list(self._running) if thread is not threading.current_thread()]
+        threads = [thread for thread in list(self.running) if thread is not threading.current_thread()]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in threads)

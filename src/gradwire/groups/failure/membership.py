@@ -106,10 +106,8 @@ class Peers:
         """One whose process on this host has ended without leaving. Once a rank was reported lost, no other: they may have ended
         because of it."""
         lost, _ = self.failure_record or (None, "")
-        for rank, member in (
-            self.members.items() if lost is None else [(r, m) for r, m in self.members.items() if r == lost]
-        ):
-            on_this_host = bool(member.pid) and member.host == self.here
+        for rank, member in self.members.items():
+            on_this_host = bool(member.pid) and member.host == self.here and lost in (None, rank)
             if on_this_host and not self._has_left(member) and is_dead(member.pid, member.start):
                 return rank
         return None
@@ -307,8 +305,9 @@ class Membership:
         self._calls.run(self._write, within=_STORE_PATIENCE.total_seconds())
 
     def refresh(self, within: float | None = None) -> None:
-        """Read the others' pages and the failure record; waits briefly for the store."""
-        self._calls.run(self._read, within=_STORE_PATIENCE.total_seconds() if within is None else within)
+        """Publish, and read the others' pages and the failure record; waits briefly for the store."""
+        within = _STORE_PATIENCE.total_seconds() if within is None else within
+        self._calls.run(partial(self._write, read=True), within=within)
 
     def record_failure(self, rank: int | None, reason: str) -> None:
         """Report to all ranks that `rank` is lost, or, if it is None, that the group is aborted."""
@@ -326,7 +325,7 @@ class Membership:
             return
         self._left = how
         self.publish()
-        self._calls.close()
+        self._calls.closed = True
         self._connection = None
 
     def _write(self, *, read: bool = False) -> None:
@@ -336,11 +335,6 @@ class Membership:
             peers.write(store, self.rank, MemberPage(here, pid, self._start, self.joined, self._left))
             if read:
                 peers.read(store)
-
-    def _read(self) -> None:
-        store = self._connection
-        if store is not None:
-            self.peers.read(store)
 
     def have_joined(self, place: int) -> tuple[int, ...] | None:
         """The ranks that have joined at least `place` collectives, up to date if the store answers soon; None if unknown."""

@@ -16,7 +16,7 @@ from gradwire.collectives import OpKind
 from gradwire.errors import UNEVEN, CollectiveTimeout, GradwireError, GroupAborted, GroupError, PeerLost
 from gradwire.groups.base import Group
 from gradwire.groups.failure.membership import Membership
-from gradwire.groups.ledger import Arrivals
+from gradwire.groups.ledger import Arrivals, chained
 from gradwire.groups.work import Work
 
 _SLOW = 0.3
@@ -37,17 +37,15 @@ class Monitor:
 
     def __init__(self, group: Group, membership: Membership | None) -> None:
         self.membership = membership
-        self._joined = 0
         self._group = weakref.ref(group)
         self._ledger = group.ledger
         if membership is not None:
             self._ledger.identify(next(membership.group_ids))
 
     def join(self, collectives: int = 1) -> int:
-        """Count `collectives` that this rank joins, and return how many it has joined by then."""
+        """Count `collectives` that this rank joins, and return how many it has joined by then: 0 if nobody asks."""
         if self.membership is None:
-            self._joined += collectives
-            return self._joined
+            return 0
         self.membership.joined += collectives
         return self.membership.joined
 
@@ -74,21 +72,17 @@ class Monitor:
     def _peer_failure(self, membership: Membership, pending: Sequence[Work]) -> GroupError | None:
         """The failure of a peer that the membership, as last read, proves; `pending` are the slow operations."""
         first = next(iter(pending), None)
-        where = self._ledger.where(first)
         rank, why = membership.peers.dead(), "its process has died"
         if rank is None and membership.peers.failure_record is not None:
             rank, why = membership.peers.failure_record
             if rank is None:
-                return GroupAborted(f"{where}: the group was aborted: {why}", reason=why)
+                return self._ledger.aborted(why, first)
         if rank is None:
             rank = membership.peers.left_before(max((work.place for work in pending), default=0))
             why = f"it has left the group. {UNEVEN}"
         if rank is None and any(work.op.kind is OpKind.RECV and work.op.peer is None for work in pending):
             rank, why = membership.peers.all_left(), "it has left the group, as have all the others"
-        if rank is None:
-            return None
-        text = f"{where}: rank {rank} is lost: {why}. Look at its output for the cause; make a new group to continue."
-        return PeerLost(text, rank=rank, op=None if first is None else first.op.signature)
+        return None if rank is None else self._ledger.lost(rank, why, first)
 
     def report(self, error: BaseException) -> None:
         if self.membership is None:
@@ -107,9 +101,8 @@ class Monitor:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         where, op = self._ledger.where(work), work.op.signature
         translated: GroupError
-        if isinstance(
-            error, CollectiveTimeout
-        ):  # of a gradwire group behind torch's API, which has another label for it
+        if isinstance(error, CollectiveTimeout):
+            # Of a gradwire group behind torch's API, which has another label for it.
             text = f"{where}: {engine} timed out: {error}"
             translated = CollectiveTimeout(text, op=op, joined=error.joined, missing=error.missing)
         elif _PEER_GONE.search(text):
@@ -124,16 +117,13 @@ class Monitor:
             translated = CollectiveTimeout(text, op=op, joined=known.joined, missing=known.missing)
         else:
             translated = GroupError(f"{where}: {engine} failed: {text}")
-        # The frames of a traceback hold the engine's Work, and with it the engine's connections.
         error.__context__ = None
-        translated.__cause__ = error.with_traceback(None)
-        return translated
+        return chained(translated, error)
 
     def recover(self, timeout: float, *, stuck: int = 0) -> tuple[str, bool]:
         """Meet all ranks after a failure: (a new prefix in the store, whether the engine may be kept). It may if all ranks have
         joined the same number of collectives and none has one that is `stuck` in its engine."""
         if self.membership is None:
-            self._joined = 0
             return "", True
         try:
             return self.membership.start_over(stuck, timeout)
@@ -141,15 +131,9 @@ class Monitor:
             raise CollectiveTimeout(f"recovery of {self._group()}: {error} within {timeout:.3g} s.") from None
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        rank, size, op = self._ledger.rank, self._ledger.size, work.op
-        if op.kind.is_p2p:
-            return None if op.peer is None else Arrivals((rank,), (op.peer,))
-        if self.membership is None:
-            return None
-        joined = self.membership.have_joined(work.place)
-        if joined is None:
-            return None
-        return Arrivals(joined, tuple(r for r in range(size) if r not in joined))
+        """Which ranks have joined a collective."""
+        joined = None if self.membership is None else self.membership.have_joined(work.place)
+        return None if joined is None else Arrivals.of(joined, self._ledger.size)
 
     def leave(self, failure: BaseException | None) -> None:
         """Publish that this rank has left, and whether because of a failure."""

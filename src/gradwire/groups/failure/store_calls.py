@@ -74,15 +74,15 @@ class StoreCalls:
         self._patience = patience
         self._failures = 0
         self._lock = threading.RLock()  # abort() in a signal handler may interrupt a call on the same thread
-        self._call: BoundedCall[None] | None = None
-        self._closed = False
+        self._call: BoundedCall[bool] | None = None
+        self.closed = False
 
     @property
     def lost(self) -> bool:
         """Whether the store has stopped answering, or is no longer used."""
         call = self._call
-        stuck = call is not None and call.thread.is_alive() and time.monotonic() - call.began > self._patience
-        return self._closed or stuck or self._failures >= 3
+        stuck = call is not None and self.busy and time.monotonic() - call.began > self._patience
+        return self.closed or stuck or self._failures >= 3
 
     @property
     def busy(self) -> bool:
@@ -98,24 +98,18 @@ class StoreCalls:
             call = self._call
             if self.lost or (call is not None and not call.wait(deadline - time.monotonic())) or self.lost:
                 return False
-            done: list[bool] = []
             if self._direct:
-                self._attempt(exchange, done)
-            else:
-                call = self._call = BoundedCall(lambda: self._attempt(exchange, done), name=_THREAD)
-                call.wait(deadline - time.monotonic())
-            return bool(done)
+                return self._attempt(exchange)
+            call = self._call = BoundedCall(lambda: self._attempt(exchange), name=_THREAD)
+            return call.wait(deadline - time.monotonic()) and call.result()
         finally:
             self._lock.release()
 
-    def _attempt(self, exchange: Callable[[], Any], done: list[bool]) -> None:
+    def _attempt(self, exchange: Callable[[], Any]) -> bool:
         try:
             exchange()
-        except (RuntimeError, ValueError):  # c10d's store errors are RuntimeErrors; a torn page is a ValueError
+        except Exception:  # c10d's store errors are RuntimeErrors; a torn page, or a user's own store, may raise any
             self._failures += 1
-        else:
-            self._failures = 0
-            done.append(True)
-
-    def close(self) -> None:
-        self._closed = True
+            return False
+        self._failures = 0
+        return True

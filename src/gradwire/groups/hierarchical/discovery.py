@@ -54,10 +54,11 @@ def discover_from_groups(inside: Group, across: Group | None, rank: int | None) 
 def _exchange(group: Group, value: Any) -> list[Any]:
     """Every rank's value, in rank order. As JSON, never by pickle: reading what another rank has sent must not run code."""
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = torch.empty(group.size, dtype=torch.int64, device="cpu")
-    group.run(
-        build.all_gather_into_tensor(lengths, torch.tensor([mine.numel()], device="cpu"), label="exchange host reports")
+    length, lengths = (
+        torch.tensor([mine.numel()], device="cpu"),
+        torch.empty(group.size, dtype=torch.int64, device="cpu"),
     )
+    group.run(build.all_gather_into_tensor(lengths, length, label="exchange host reports"))
     places = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths.tolist()]
     group.run(build.all_gather(places, mine, label="exchange host reports"))
     try:
@@ -81,7 +82,7 @@ def from_reports(mates: Sequence[HostReport], columns: Sequence[Column | None]) 
     places = [[place for place, _ in column] for column in known]
     widths = [sum(report.carries for report in host) for host in hosts]
     given = [report.rank for host in hosts for report in host]
-    _refuse_if({
+    problems = {
         "the rails do not have the same hosts in the same order": any(table != hosts for table in tables),
         f"an `across` joins ranks whose places in their hosts are {places}": any(
             place != number for number, rail in enumerate(places) for place in rail
@@ -94,16 +95,12 @@ def from_reports(mates: Sequence[HostReport], columns: Sequence[Column | None]) 
         ),
         f"hosts have {widths} ranks with an `across`": len(set(widths)) > 1,
         "some ranks were given their number, some not": None in given and set(given) != {None},
-    })  # fmt: skip
+    }  # fmt: skip
+    for problem in [problem for problem, found in problems.items() if found]:
+        raise UsageError(
+            f"HierarchicalGroup(inside, across): {problem}. Pass `across` on ranks 0 to k - 1 of every `inside`; "
+            "join the ranks of equal rank; number the hosts alike in all of them; and pass rank= on all ranks or on none."
+        )
     numbers = iter(range(len(given)))
     by_host = tuple(tuple(next(numbers) if r.rank is None else r.rank for r in host) for host in hosts)
     return Layout(by_host, rails=widths[0] or None)
-
-
-def _refuse_if(problems: dict[str, bool]) -> None:
-    for problem, found in problems.items():
-        if found:
-            raise UsageError(
-                f"HierarchicalGroup(inside, across): {problem}. Pass `across` on ranks 0 to k - 1 of every `inside`; "
-                "join the ranks of equal rank; number the hosts alike in all of them; and pass rank= on all ranks or on none."
-            )

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from gradwire.collectives import Collective, Layout, Scope, build
 from gradwire.collectives.timeouts import timeout_seconds
-from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError, again
+from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.events import is_kept
 from gradwire.groups.base import DEFAULT_TIMEOUT, BuildGroup, Group
 from gradwire.groups.c10d import C10dGroup
@@ -38,7 +38,7 @@ from gradwire.groups.forked import finalize_here
 from gradwire.groups.hierarchical import subgroups
 from gradwire.groups.hierarchical.discovery import discover_from_groups, discover_hosts
 from gradwire.groups.hierarchical.two_level_programs import TwoLevel
-from gradwire.groups.ledger import Arrivals
+from gradwire.groups.ledger import Arrivals, chained
 from gradwire.groups.shared_memory import SharedMemoryGroup
 from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.work import Work
@@ -208,9 +208,9 @@ class HierarchicalGroup(Group):
         except CollectiveTimeout as error:
             self._known = self._parts.in_whole(part, error.joined, error.missing)
             late = self.ledger.timed_out(work, min(work.timeout, time.perf_counter() - work.started))
-            work.fail(subgroups.chained(late, error))
+            work.fail(chained(late, error))
         except Exception as error:
-            work.fail(self._in_terms_of_whole(part, error, work, work.place))
+            work.fail(self._in_terms_of_whole(part, error, work))
         except BaseException as error:  # Ctrl-C, in the caller's thread: the others take steps that this rank will not
             work.fail(subgroups.interrupted(work, error))
             if not is_kept(error):
@@ -218,9 +218,9 @@ class HierarchicalGroup(Group):
         finally:
             program.close()
 
-    def _in_terms_of_whole(self, part: Group, error: Exception, work: Work | None, place: int = 0) -> Exception:
-        where, membership = self.ledger.where(work), self._monitor.membership
-        return subgroups.in_terms_of_whole(error, self._parts.members[part], where, membership, place)
+    def _in_terms_of_whole(self, part: Group, error: Exception, work: Work | None) -> Exception:
+        members, membership = self._parts.members[part], self._monitor.membership
+        return subgroups.in_terms_of_whole(error, members, self.ledger, work, membership)
 
     def _pass_on(self, op: Collective) -> Work:
         op.check(self.rank, self.size)
@@ -257,7 +257,6 @@ class HierarchicalGroup(Group):
         return self.inside.allocate(numel, dtype=dtype, device=device)
 
     def set_timeout(self, timeout: float) -> None:
-        """Of the parts, too."""
         super().set_timeout(timeout)
         for part in self._parts.members:
             part.set_timeout(timeout)
@@ -266,7 +265,7 @@ class HierarchicalGroup(Group):
         """Which ranks have joined, by the membership as last read: a slow store must not delay a wait."""
         if work.op.scope is not Scope.WORLD:
             return self._known or self._parts.arrivals(work.op.scope)
-        return self._monitor.arrivals(work)
+        return super().arrivals(work) if work.op.kind.is_p2p else self._monitor.arrivals(work)
 
     def standing(self, op: Collective) -> tuple[int, int]:
         """This rank's place in its host, or its host's among the hosts."""
@@ -281,7 +280,6 @@ class HierarchicalGroup(Group):
         return host, len(self.layout.hosts)
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
-        """A smaller group of the same kind, over sub-groups of the parts."""
         layout = self.layout.within(ranks)
         messages, mates = self.messages, self._parts.members[self.inside]
         if len(layout.hosts) > 1 and messages is None:
@@ -331,21 +329,16 @@ class HierarchicalGroup(Group):
             part.fail(subgroups.for_part(error, members, self.name))
 
     def _look_at_peers(self) -> None:
-        """At the membership, and in the parts."""
         self._monitor.check_peers()
         for part in () if self.failure is not None else self._parts.members:
             try:
                 part.check_peers()
             except GroupError as error:
-                mine = self._in_terms_of_whole(part, error, None)
-                if self.failure is None:
-                    self.fail(mine)
+                self.fail(self._in_terms_of_whole(part, error, None))
 
     def recover(self, timeout: float | None = None) -> None:
         """Meet all ranks, then recover the parts. A lost peer stays lost."""
         limit = self._recovery_limit(timeout)
-        if isinstance(self.failure, PeerLost):
-            raise again(self.failure)
         deadline = time.perf_counter() + limit
         if not self._driving.acquire(timeout=limit):
             raise CollectiveTimeout(f"recovery of {self}: an operation is still under way after {limit:.3g} s.")

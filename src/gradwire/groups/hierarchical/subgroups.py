@@ -12,18 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from gradwire.collectives import Collective, Layout, Scope
-from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, GroupError, PeerLost, UsageError
+from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, PeerLost, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.failure.membership import Membership
 from gradwire.groups.failure.monitor import find_culprit
-from gradwire.groups.ledger import Arrivals
+from gradwire.groups.ledger import Arrivals, Ledger, chained
 from gradwire.groups.store.rendezvous import Rendezvous
 from gradwire.groups.work import Work
 
-G = TypeVar("G", bound=GroupError)
 Make = Callable[[str, Sequence[int]], Group]
 """Makes the part of that name, of these ranks of the whole."""
 
@@ -99,9 +98,14 @@ class GroupParts:
 
 
 def in_terms_of_whole(
-    error: Exception, members: Sequence[int], where: str, membership: Membership | None, place: int
+    error: Exception,
+    members: Sequence[int],
+    ledger: Ledger,
+    work: Work | None,
+    membership: Membership | None,
 ) -> Exception:
-    """The error for what was done at `where`, when a part of `members` has failed with `error`. See Note [One failure]."""
+    """The error of the whole, during `work`, when a part of `members` has failed with `error`. See Note [One failure]."""
+    where = ledger.where(work)
     if isinstance(error, CollectiveMismatch):
         ops = {members[r]: s for r, s in error.ops.items() if r < len(members)}
         return chained(CollectiveMismatch(f"{where}: {error}", ops=ops), error)
@@ -111,12 +115,13 @@ def in_terms_of_whole(
     if isinstance(error, PeerLost) and error.rank is not None:
         rank, why = members[error.rank], str(error)
     elif membership is not None:
-        rank, why = find_culprit(membership, place, patience=1.0 if isinstance(error, PeerLost) else 0.0)
+        place, patience = 0 if work is None else work.place, 1.0 if isinstance(error, PeerLost) else 0.0
+        rank, why = find_culprit(membership, place, patience=patience)
     if rank is not None:
         text = f"{where}: rank {rank} is lost. Look at its output for the cause; make a new group to go on. What is known: {why}"
         return chained(PeerLost(text, rank=rank, op=error.op if isinstance(error, PeerLost) else None), error)
     if isinstance(error, GroupAborted):
-        return chained(GroupAborted(f"{where}: the group was aborted: {error.reason}", reason=error.reason), error)
+        return chained(ledger.aborted(error.reason, work), error)
     return chained(PeerLost(f"{where}: {why}. {error}", op=error.op), error)
 
 
@@ -156,9 +161,3 @@ def for_part(error: BaseException, members: Sequence[int], name: str) -> BaseExc
     if isinstance(error, GroupAborted):
         return error
     return GroupAborted(f"{name} has failed: {error}", reason=str(error))
-
-
-def chained(error: G, cause: Exception) -> G:
-    """`error` with its cause, but without the cause's traceback, whose frames would keep the part, and so its memory, alive."""
-    error.__cause__ = cause.with_traceback(None)
-    return error

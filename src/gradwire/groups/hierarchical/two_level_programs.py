@@ -31,19 +31,12 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, Layout, OpKind, ReduceOp, Scope, build
 from gradwire.collectives.aliasing import is_native
-from gradwire.collectives.lower import flat, lower
+from gradwire.collectives.lower import flat, lower, on_copies
 from gradwire.collectives.reference import perform, store, working_dtype, writes
-from gradwire.errors import CollectiveMismatch, InternalError
+from gradwire.errors import CollectiveMismatch
 
 SMALLEST_SLICE = 1024
 """Elements below which a slice is not divided further: a shorter message costs as much."""
-
-_NATIVE = frozenset({
-    OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.REDUCE_SCATTER, OpKind.ALL_TO_ALL, OpKind.GATHER, OpKind.SCATTER,
-    OpKind.BARRIER,
-})  # fmt: skip
-takes = partial(is_native, kinds=_NATIVE)
-"""Whether there is a two-level program for a collective; others are composed of those that have one."""
 
 Sizes = Callable[[int, int], int]
 """How many elements one rank has for another."""
@@ -59,12 +52,8 @@ class Step(NamedTuple):
 Steps = Generator[Step, None, None]
 
 
-def split_row(row: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    return list(row.split(list(sizes)))
-
-
-class Moves:
-    """One rank: its host, its index there, the ranks it shares them with, and its moves."""
+class TwoLevel:
+    """The programs of one rank: it knows its host, its index there, and the ranks it shares them with."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self.layout = layout
@@ -77,105 +66,6 @@ class Moves:
         self.alone = len(self.mates) == 1
         self.one_group = self.mates == tuple(range(self.size))
         self.others = [h for h in range(len(layout.hosts)) if h != self.host]
-
-    def bundle(self, sizes: Sequence[int], host: int, rail: int) -> list[int]:
-        """The sizes of what the ranks of a host that use `rail` have."""
-        return [sizes[rank] for rank in self.layout.rail(host, rail)]
-
-    def _sizes_carried(self, size_of: Callable[[int], int]) -> list[int]:
-        """How much this rank carries for each rank of its host."""
-        return [size_of(m) if self.carries and i % self.width == self.index else 0 for i, m in enumerate(self.mates)]
-
-    def to_carriers(self, mine: Tensor, size_of: Callable[[int], int], label: str) -> Generator[Step, None, Tensor]:
-        """Hand `mine` to this rank's carrier; a carrier gets what its rail has brought, in one row."""
-        if len(self.mates) == self.width:
-            return mine
-        sizes = self._sizes_carried(size_of)
-        row = mine.new_empty(sum(sizes))
-        pieces = [mine if i == self.index % self.width else mine[:0] for i in range(len(self.mates))]
-        yield Step("inside", build.all_to_all(split_row(row, sizes), pieces, label=label))
-        return row
-
-    def from_carriers(self, output: Tensor, row: Tensor, size_of: Callable[[int], int], label: str) -> Steps:
-        """The way back: a carrier hands each rank of its rail its piece of `row`."""
-        if len(self.mates) == self.width:
-            store(output, row)
-            return
-        places = [output if i == self.index % self.width else output[:0] for i in range(len(self.mates))]
-        yield Step("inside", build.all_to_all(places, split_row(row, self._sizes_carried(size_of)), label=label))
-
-    def gather(self, op: Collective) -> Steps:
-        mine, root = flat(op.inputs[0]), op.root or 0
-        n = mine.numel()
-        pieces = [mine if rank == root else mine[:0] for rank in range(self.size)]
-        places = [flat(t) for t in op.outputs] or [mine[:0]] * self.size
-        yield from self.move(places, pieces, lambda source, target: n if target == root else 0, op.label)
-
-    def scatter(self, op: Collective) -> Steps:
-        place, root = flat(op.outputs[0]), op.root or 0
-        n = place.numel()
-        pieces = [flat(t) for t in op.inputs] or [place[:0]] * self.size
-        places = [place if rank == root else place[:0] for rank in range(self.size)]
-        yield from self.move(places, pieces, lambda source, target: n if source == root else 0, op.label)
-
-    def move(self, places: Sequence[Tensor], pieces: Sequence[Tensor], sizes: Sizes, label: str) -> Steps:
-        """Bring `pieces[rank]` of every rank to each rank's `places[sender]`. See Note [Moving pieces]."""
-        rail, hosts = self.index % self.width, self.layout.hosts
-        far = [rank for h in self.others for rank in hosts[h]]
-        packed = torch.cat([pieces[rank] for rank in far]) if far else pieces[0][:0]
-        brought = yield from self.to_carriers(packed, lambda rank: sum(sizes(rank, to) for to in far), label)
-        # In the rail: for each other host, what the ranks of this rail have for its ranks; and from each, the reverse.
-        arrived: dict[tuple[int, int], Tensor] = {}
-        if self.carries and self.others:
-            crew = self.layout.rail(self.host, rail)
-            keys = [(source, to) for source in crew for to in far]
-            leaving = dict(zip(keys, split_row(brought, [sizes(*key) for key in keys]), strict=True))
-            messages = [
-                torch.cat([brought[:0], *(leaving[s, to] for s in crew for to in hosts[h] if h != self.host)])
-                for h in range(len(hosts))
-            ]
-            expected = [
-                [(s, to) for s in self.layout.rail(h, rail) for to in self.mates] if h != self.host else []
-                for h in range(len(hosts))
-            ]
-            lengths = [sum(sizes(*key) for key in keys) for keys in expected]
-            row = packed.new_empty(sum(lengths))
-            yield Step("across", build.all_to_all(split_row(row, lengths), messages, label=label))
-            keys = [key for keys in expected for key in keys]
-            arrived = dict(zip(keys, split_row(row, [sizes(*key) for key in keys]), strict=True))
-        yield from self._place(
-            places, lambda sender, to: pieces[to] if sender == self.rank else arrived[sender, to], sizes, label
-        )
-
-    def _place(self, places: Sequence[Tensor], piece: Callable[[int, int], Tensor], sizes: Sizes, label: str) -> Steps:
-        """In the host: each rank's own pieces for its mates, and what it has brought from other hosts."""
-
-        def senders(index: int) -> list[int]:
-            far = [s for h in self.others for s in self.layout.rail(h, index)] if index < self.width else []
-            return [self.mates[index], *far]
-
-        outgoing = [torch.cat([piece(s, to) for s in senders(self.index)]) for to in self.mates]
-        lengths = [sum(sizes(s, self.rank) for s in senders(i)) for i in range(len(self.mates))]
-        row = outgoing[0].new_empty(sum(lengths))
-        if self.alone:
-            row = outgoing[0]
-        else:
-            yield Step("inside", build.all_to_all(split_row(row, lengths), outgoing, label=label))
-        order = [s for i in range(len(self.mates)) for s in senders(i)]
-        received = dict(zip(order, split_row(row, [sizes(s, self.rank) for s in order]), strict=True))
-        wrong = {s: t.numel() for s, t in received.items() if t.numel() != places[s].numel()}
-        if wrong:
-            odd = [f"{n} elements from rank {s} where there is room for {places[s].numel()}" for s, n in wrong.items()]
-            raise CollectiveMismatch(
-                f"rank {self.rank} expects other sizes than it was sent: {'; '.join(odd)}. Sizes that ranks expect of each other "
-                "must agree."
-            )
-        for sender, t in received.items():
-            store(places[sender], t)
-
-
-class TwoLevel(Moves):
-    """The programs of one rank."""
 
     def carry_out(self, op: Collective) -> Steps:
         """The steps that make up `op`; when they are done its outputs hold the result."""
@@ -194,40 +84,109 @@ class TwoLevel(Moves):
             perform([part])
 
     def _native(self, op: Collective) -> Steps:
-        kind, label = op.kind, op.label
-        if kind is OpKind.ALL_REDUCE:
-            yield from self._all_reduce(flat(op.inputs[0]), op.reduce_op or ReduceOp.SUM, label)
-        elif kind is OpKind.BROADCAST:
-            yield from self._broadcast(flat(op.inputs[0]), op.root or 0, label)
-        elif kind is OpKind.BARRIER:
-            yield from self._barrier(label)
-        elif kind is OpKind.ALL_GATHER:
-            yield from self._all_gather([flat(t) for t in op.outputs], flat(op.inputs[0]), label)
-        elif kind is OpKind.REDUCE_SCATTER:
-            parts = [flat(t) for t in op.inputs]
-            yield from self._reduce_scatter(flat(op.outputs[0]), parts, op.reduce_op or ReduceOp.SUM, label)
-        elif kind is OpKind.GATHER:
-            yield from self.gather(op)
-        elif kind is OpKind.SCATTER:
-            yield from self.scatter(op)
-        elif kind is OpKind.ALL_TO_ALL:
-            yield from self._all_to_all(op.outputs, op.inputs, label)
+        if op.reduce_op is not ReduceOp.AVG or self.layout.even or _is_working(op.inputs[0].dtype):
+            yield from _PROGRAMS[op.kind](self, op)
+            return
+        wide = on_copies(op, lambda t: t.to(working_dtype(t.dtype)))  # see Note [Rounded once on each level]
+        yield from _PROGRAMS[op.kind](self, wide)
+        for t, result in zip(op.outputs, wide.outputs, strict=True):
+            store(t, result)
+
+    def _bundle(self, sizes: Sequence[int], host: int, rail: int) -> int:
+        """The size of what the ranks of a host that use `rail` have."""
+        return sum(sizes[rank] for rank in self.layout.rail(host, rail))
+
+    def _sizes_carried(self, size_of: Callable[[int], int]) -> list[int]:
+        """How much this rank carries for each rank of its host."""
+        return [size_of(m) if self.carries and i % self.width == self.index else 0 for i, m in enumerate(self.mates)]
+
+    def _to_carriers(self, mine: Tensor, size_of: Callable[[int], int], label: str) -> Generator[Step, None, Tensor]:
+        """Hand `mine` to this rank's carrier; a carrier gets what its rail has brought, in one row."""
+        if len(self.mates) == self.width:
+            return mine
+        sizes = self._sizes_carried(size_of)
+        row = mine.new_empty(sum(sizes))
+        pieces = [mine if i == self.index % self.width else mine[:0] for i in range(len(self.mates))]
+        yield Step("inside", build.all_to_all(row.split(sizes), pieces, label=label))
+        return row
+
+    def _gather(self, op: Collective) -> Steps:
+        mine, root = flat(op.inputs[0]), op.root or 0
+        n = mine.numel()
+        pieces = [mine if rank == root else mine[:0] for rank in range(self.size)]
+        places = [flat(t) for t in op.outputs] or [mine[:0]] * self.size
+        yield from self._move(places, pieces, lambda source, target: n if target == root else 0, op.label)
+
+    def _scatter(self, op: Collective) -> Steps:
+        place, root = flat(op.outputs[0]), op.root or 0
+        n = place.numel()
+        pieces = [flat(t) for t in op.inputs] or [place[:0]] * self.size
+        places = [place if rank == root else place[:0] for rank in range(self.size)]
+        yield from self._move(places, pieces, lambda source, target: n if source == root else 0, op.label)
+
+    def _move(self, places: Sequence[Tensor], pieces: Sequence[Tensor], sizes: Sizes, label: str) -> Steps:
+        """Bring `pieces[rank]` of every rank to each rank's `places[sender]`. See Note [Moving pieces]."""
+        rail, hosts = self.index % self.width, self.layout.hosts
+        far = [rank for h in self.others for rank in hosts[h]]
+        packed = torch.cat([pieces[rank] for rank in far]) if far else pieces[0][:0]
+        brought = yield from self._to_carriers(packed, lambda rank: sum(sizes(rank, to) for to in far), label)
+        # In the rail: for each other host, what the ranks of this rail have for its ranks; and from each, the reverse.
+        arrived: dict[tuple[int, int], Tensor] = {}
+        if self.carries and self.others:
+            crew = self.layout.rail(self.host, rail)
+            keys = [(source, to) for source in crew for to in far]
+            leaving = dict(zip(keys, brought.split([sizes(*key) for key in keys]), strict=True))
+            messages = [
+                torch.cat([brought[:0], *(leaving[s, to] for s in crew for to in hosts[h] if h != self.host)])
+                for h in range(len(hosts))
+            ]
+            expected = [
+                [(s, to) for s in self.layout.rail(h, rail) for to in self.mates] if h != self.host else []
+                for h in range(len(hosts))
+            ]
+            lengths = [sum(sizes(*key) for key in keys) for keys in expected]
+            row = packed.new_empty(sum(lengths))
+            yield Step("across", build.all_to_all(row.split(lengths), messages, label=label))
+            keys = [key for keys in expected for key in keys]
+            arrived = dict(zip(keys, row.split([sizes(*key) for key in keys]), strict=True))
+        yield from self._place(
+            places, lambda sender, to: pieces[to] if sender == self.rank else arrived[sender, to], sizes, label
+        )
+
+    def _place(self, places: Sequence[Tensor], piece: Callable[[int, int], Tensor], sizes: Sizes, label: str) -> Steps:
+        """In the host: each rank's own pieces for its mates, and what it has brought from other hosts."""
+
+        def senders(index: int) -> list[int]:
+            far = [s for h in self.others for s in self.layout.rail(h, index)] if index < self.width else []
+            return [self.mates[index], *far]
+
+        outgoing = [torch.cat([piece(s, to) for s in senders(self.index)]) for to in self.mates]
+        lengths = [sum(sizes(s, self.rank) for s in senders(i)) for i in range(len(self.mates))]
+        row = outgoing[0].new_empty(sum(lengths))
+        if self.alone:
+            row = outgoing[0]
         else:
-            raise InternalError(f"{op}: there is no two-level program for it.")
+            yield Step("inside", build.all_to_all(row.split(lengths), outgoing, label=label))
+        order = [s for i in range(len(self.mates)) for s in senders(i)]
+        received = dict(zip(order, row.split([sizes(s, self.rank) for s in order]), strict=True))
+        wrong = {s: t.numel() for s, t in received.items() if t.numel() != places[s].numel()}
+        if wrong:
+            odd = [f"{n} elements from rank {s} where there is room for {places[s].numel()}" for s, n in wrong.items()]
+            raise CollectiveMismatch(
+                f"rank {self.rank} expects other sizes than it was sent: {'; '.join(odd)}. Sizes that ranks expect of each other "
+                "must agree."
+            )
+        for sender, t in received.items():
+            store(places[sender], t)
 
     def _slices(self, t: Tensor) -> list[Tensor]:
         """One part of `t` for each rank of this host; empty for ranks that are not carriers."""
         share = max(-(-t.numel() // self.width), SMALLEST_SLICE)
         return [t[i * share : (i + 1) * share] if i < self.width else t[:0] for i in range(len(self.mates))]
 
-    def _all_reduce(self, t: Tensor, op: ReduceOp, label: str) -> Steps:
+    def _all_reduce(self, op: Collective) -> Steps:
         """See Note [All-reduce in two levels]."""
-        if self._must_widen(op, t.dtype):
-            wide = t.to(working_dtype(t.dtype))
-            yield from self._all_reduce(wide, op, label)
-            t.copy_(wide)
-            return
-        each, last = self._levels(op, t.dtype)
+        t, label, (each, last) = flat(op.inputs[0]), op.label, self._levels(op)
         slices = self._slices(t)
         mine = slices[self.index]
         if not self.alone:
@@ -240,18 +199,15 @@ class TwoLevel(Moves):
         if not self.alone:
             yield Step("inside", build.all_gather(slices, mine, label=label))
 
-    def _must_widen(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        return op is ReduceOp.AVG and not self.layout.even and working_dtype(dtype) is not dtype
-
-    def _levels(self, op: ReduceOp, dtype: torch.dtype) -> tuple[ReduceOp, int]:
+    def _levels(self, op: Collective) -> tuple[ReduceOp, int]:
         """The reduction on each level, and the divisor of the result. See Note [Rounded once on each level]."""
-        if op is ReduceOp.AVG and working_dtype(dtype) is dtype:
+        if op.reduce_op is ReduceOp.AVG and _is_working(op.inputs[0].dtype):
             return ReduceOp.SUM, self.size
-        return op, 1
+        return op.reduce_op or ReduceOp.SUM, 1
 
-    def _broadcast(self, t: Tensor, root: int, label: str) -> Steps:
+    def _broadcast(self, op: Collective) -> Steps:
         """Broadcast inside the root's host, one slice per rail between hosts, then all-gather the slices inside the others."""
-        host, index = self.layout.place(root)
+        t, label, (host, index) = flat(op.inputs[0]), op.label, self.layout.place(op.root or 0)
         slices = self._slices(t)
         mine = slices[self.index]
         if host == self.host and not self.alone:
@@ -261,22 +217,23 @@ class TwoLevel(Moves):
         if host != self.host and not self.alone:
             yield Step("inside", build.all_gather(slices, mine, label=label))
 
-    def _barrier(self, label: str) -> Steps:
+    def _barrier(self, op: Collective) -> Steps:
         if not self.alone:
-            yield Step("inside", build.barrier(label=label))
+            yield Step("inside", op)
         if self.others and self.index == 0:
-            yield Step("across", build.barrier(label=label))
+            yield Step("across", op)
         if self.others and not self.alone:
-            yield Step("inside", build.barrier(label=label))
+            yield Step("inside", op)
 
-    def _all_gather(self, outputs: Sequence[Tensor], mine: Tensor, label: str) -> Steps:
+    def _all_gather(self, op: Collective) -> Steps:
         """Gather on the carriers, all-gather a bundle per host in each rail, then all-gather the bundles inside."""
-        sizes, hosts = [t.numel() for t in outputs], range(len(self.layout.hosts))
-        per_rail = [[sum(self.bundle(sizes, h, rail)) for h in hosts] for rail in range(self.width)]
-        bundle = yield from self.to_carriers(mine, lambda rank: sizes[rank], label)
+        mine, label = flat(op.inputs[0]), op.label
+        sizes, hosts = [t.numel() for t in op.outputs], range(len(self.layout.hosts))
+        per_rail = [[self._bundle(sizes, h, rail) for h in hosts] for rail in range(self.width)]
+        bundle = yield from self._to_carriers(mine, lambda rank: sizes[rank], label)
         received = mine.new_empty(sum(per_rail[self.index])) if self.carries else mine[:0]
         if self.carries and self.others:
-            yield Step("across", build.all_gather(split_row(received, per_rail[self.index]), bundle, label=label))
+            yield Step("across", build.all_gather(received.split(per_rail[self.index]), bundle, label=label))
         elif self.carries:
             received.copy_(bundle)
         wholes = [mine.new_empty(sum(per_rail[i]) if i < self.width else 0) for i in range(len(self.mates))]
@@ -286,18 +243,13 @@ class TwoLevel(Moves):
             yield Step("inside", build.all_gather(wholes, received, label=label))
         for rail in range(self.width):
             ranks = [rank for h in hosts for rank in self.layout.rail(h, rail)]
-            for rank, piece in zip(ranks, split_row(wholes[rail], [sizes[rank] for rank in ranks]), strict=True):
-                store(outputs[rank], piece)
+            for rank, piece in zip(ranks, wholes[rail].split([sizes[rank] for rank in ranks]), strict=True):
+                store(op.outputs[rank], piece)
 
-    def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp, label: str) -> Steps:
+    def _reduce_scatter(self, op: Collective) -> Steps:
         """Reduce a bundle per carrier inside the host, then in its rail, then scatter it to the ranks of the host."""
-        if self._must_widen(op, output.dtype):
-            dtype = working_dtype(output.dtype)
-            wide = output.to(dtype)
-            yield from self._reduce_scatter(wide, [t.to(dtype) for t in inputs], op, label)
-            output.copy_(wide)
-            return
-        each, last = self._levels(op, output.dtype)
+        output, inputs = flat(op.outputs[0]), [flat(t) for t in op.inputs]
+        label, (each, last) = op.label, self._levels(op)
         hosts = range(len(self.layout.hosts))
         by_rail = [
             torch.cat([inputs[rank] for h in hosts for rank in self.layout.rail(h, rail)]) for rail in range(self.width)
@@ -309,18 +261,41 @@ class TwoLevel(Moves):
         bundle = mine
         if self.carries and self.others:
             sizes = [t.numel() for t in inputs]
-            parts = split_row(mine, [sum(self.bundle(sizes, h, self.index)) for h in hosts])
+            parts = mine.split([self._bundle(sizes, h, self.index) for h in hosts])
             bundle = mine.new_empty(parts[self.host].numel())
             yield Step("across", build.reduce_scatter(bundle, parts, op=each, label=label))
         if last != 1:
             bundle.div_(last)
-        yield from self.from_carriers(output, bundle, lambda rank: inputs[rank].numel(), label)
+        if len(self.mates) == self.width:
+            store(output, bundle)
+        else:  # the way back: a carrier hands each rank of its rail its piece
+            places = [output if i == self.index % self.width else output[:0] for i in range(len(self.mates))]
+            pieces = bundle.split(self._sizes_carried(lambda rank: inputs[rank].numel()))
+            yield Step("inside", build.all_to_all(places, pieces, label=label))
 
-    def _all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], label: str) -> Steps:
+    def _all_to_all(self, op: Collective) -> Steps:
         """The ranks exchange the sizes of all pieces first: see Note [Moving pieces]."""
-        places, pieces = [flat(t) for t in outputs], [flat(t) for t in inputs]
+        places, pieces = [flat(t) for t in op.outputs], [flat(t) for t in op.inputs]
         row = torch.tensor([t.numel() for t in pieces], device=pieces[0].device)
         rows = row.new_empty(self.size * self.size)
-        yield from self._all_gather(split_row(rows, [self.size] * self.size), row, label)
+        yield from self._all_gather(build.all_gather(rows.split(self.size), row, label=op.label))
         table: list[list[int]] = rows.view(self.size, self.size).tolist()
-        yield from self.move(places, pieces, lambda source, target: table[source][target], label)
+        yield from self._move(places, pieces, lambda source, target: table[source][target], op.label)
+
+
+def _is_working(dtype: torch.dtype) -> bool:
+    return working_dtype(dtype) is dtype
+
+
+_PROGRAMS: dict[OpKind, Callable[[TwoLevel, Collective], Steps]] = {
+    OpKind.ALL_REDUCE: TwoLevel._all_reduce,
+    OpKind.BROADCAST: TwoLevel._broadcast,
+    OpKind.ALL_GATHER: TwoLevel._all_gather,
+    OpKind.REDUCE_SCATTER: TwoLevel._reduce_scatter,
+    OpKind.ALL_TO_ALL: TwoLevel._all_to_all,
+    OpKind.GATHER: TwoLevel._gather,
+    OpKind.SCATTER: TwoLevel._scatter,
+    OpKind.BARRIER: TwoLevel._barrier,
+}
+takes = partial(is_native, kinds=frozenset(_PROGRAMS))
+"""Whether there is a two-level program for a collective; others are composed of those that have one."""

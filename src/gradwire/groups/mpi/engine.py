@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire.collectives import Collective, OpKind
+from gradwire.collectives import Collective
 from gradwire.groups.mpi.native import Native
 from gradwire.groups.mpi.pending_requests import PendingRequests, ReceiveMatcher
 from gradwire.groups.mpi.runtime import MPI, Comm, Runtime
@@ -150,7 +150,7 @@ class MpiEngine:
         with self.runtime.lock:
             if self._stopped:
                 return None
-            pending = PendingRequests(self._matcher, op, cancelable=op.kind is OpKind.RECV)
+            pending = PendingRequests(self._matcher, op)
             try:
                 self._native.post(pending, op)
             except BaseException:  # it was begun in part: what was posted may still read and write

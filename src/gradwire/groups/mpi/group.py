@@ -22,10 +22,10 @@ from torch._C._distributed_c10d import Store
 from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.lower import Program, lower
 from gradwire.collectives.timeouts import timeout_seconds
-from gradwire.errors import UNEVEN, CollectiveMismatch, GroupAborted, GroupError, PeerLost, UsageError, UsageTypeError
+from gradwire.errors import CollectiveMismatch, GroupAborted, GroupError, UsageError, UsageTypeError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.forked import finalize_here
-from gradwire.groups.ledger import Arrivals, Ledger
+from gradwire.groups.ledger import CLOSED, Arrivals
 from gradwire.groups.mpi.engine import MpiEngine, tag_of
 from gradwire.groups.mpi.native import Native
 from gradwire.groups.mpi.pending_requests import PendingRequests
@@ -104,7 +104,6 @@ class MPIGroup(Group):
             raise UsageError(f"{op} on {self}: the tag is too large. This MPI has tags up to {self._native.tag_limit}.")
 
     def submit(self, op: Collective) -> Work:
-        """Hand `op` to MPI, or its parts to the lane."""
         if op.kind.is_p2p:
             work = self.begin(op, MPIWork)
             self._start(work, self._engine, self._program(op))
@@ -193,7 +192,6 @@ class MPIGroup(Group):
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Fail here, and notify the other ranks."""
         if self.forked:
             return
         first = self.failure is None
@@ -212,8 +210,7 @@ class MPIGroup(Group):
             return
         engine, pending = self._engine, list(self.ledger.pending.values())
         if engine.aborted is not None:
-            where, reason = self.ledger.where(pending[0] if pending else None), engine.aborted
-            self._fail_here(GroupAborted(f"{where}: the group was aborted: {reason}", reason=reason))
+            self._fail_here(self.ledger.aborted(engine.aborted, pending[0] if pending else None))
             return
         now = time.perf_counter()
         left = {rank: peer for rank, peer in engine.peers.items() if peer.left is not None}
@@ -223,19 +220,16 @@ class MPIGroup(Group):
                 awaited = set(engine.peers) if work.op.peer is None else {work.op.peer}
                 unsent = work.op.kind.is_p2p and rank in awaited <= gone
                 if work.place > peer.joined or unsent:
-                    text = f"{self.ledger.where(work)}: rank {rank} has left the group and will not join. {UNEVEN}."
-                    advice = "Look at its output for the cause; make a new group to go on."
-                    self._fail_here(PeerLost(f"{text} {advice}", rank=rank, op=work.op.signature))
+                    self._fail_here(self.ledger.lost(rank, CLOSED, work))
                     return
 
     def _look_at_peers(self) -> None:
-        """At their control messages."""
         self._engine.progress()
 
     def recover(self, timeout: float | None = None) -> None:
         """Meet the other ranks on a communicator that was kept idle for this, and go on over a new one."""
         limit = self._recovery_limit(timeout)
-        if self.closed or isinstance(self.failure, PeerLost):
+        if self.closed:
             super().recover(timeout)
             return
         old = self._engine
@@ -253,18 +247,15 @@ class MPIGroup(Group):
         old.retire()
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Which ranks have joined, by their control messages."""
         if work.op.kind.is_p2p:
-            return None if work.op.peer is None else Arrivals((self.rank,), (work.op.peer,))
+            return super().arrivals(work)
         place, engine = work.place, self._engine
         engine.ask(place)
-        joined = {r for r, peer in engine.peers.items() if peer.joined >= place} | {self.rank}
-        return Arrivals(tuple(sorted(joined)), tuple(r for r in range(self.size) if r not in joined))
+        return Arrivals.of({self.rank, *(r for r, peer in engine.peers.items() if peer.joined >= place)}, self.size)
 
     # -- members and life ----------------------------------------------------------------------------------------------
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
-        """A group over a communicator of its own."""
         comm = self._engine.comm
         what = f"making MPIGroup {name!r} of ranks {ranks} of {self}"
         tag = tag_of(name, self._native.tag_limit)
@@ -311,9 +302,7 @@ def _leave(lane: Worker, engines: list[MpiEngine]) -> None:
 class MPIWork(Work):
     """An operation that is one PendingRequests; one that is a program of several has none, and is settled by the lane."""
 
-    def __init__(self, op: Collective, ledger: Ledger, *, seq: int, timeout: float) -> None:
-        super().__init__(op, ledger, seq=seq, timeout=timeout)
-        self._pending: tuple[MpiEngine, PendingRequests] | None = None
+    _pending: tuple[MpiEngine, PendingRequests] | None = None
 
     def watch(self, engine: MpiEngine, pending: PendingRequests) -> None:
         self._pending = engine, pending
@@ -331,7 +320,6 @@ class MPIWork(Work):
         return self.settled
 
     def wait_settled(self, limit: float) -> bool:
-        """As in Work, inside the engine."""
         until = time.perf_counter() + limit
         if (watched := self._pending) is not None:
             engine, pending = watched

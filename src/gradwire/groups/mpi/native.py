@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind, ReduceOp
-from gradwire.collectives.aliasing import apart, is_plain, span
+from gradwire.collectives.aliasing import apart, is_native, span
 from gradwire.collectives.lower import as_bytes
 from gradwire.collectives.reference import store
 from gradwire.groups.mpi.pending_requests import PendingRequests, Receive
@@ -32,8 +32,7 @@ from gradwire.groups.mpi.runtime import MPI, Comm
 RESERVED_TAGS = 16
 """The highest tags are reserved for gradwire's own messages."""
 _BLOCK = 1 << 20
-_IN_PLACE = frozenset({OpKind.BROADCAST, OpKind.ALL_REDUCE, OpKind.REDUCE})
-_REDUCTIONS = frozenset({OpKind.ALL_REDUCE, OpKind.REDUCE, OpKind.REDUCE_SCATTER_TENSOR})
+_NATIVE = frozenset(OpKind) - {OpKind.REDUCE_SCATTER}
 
 Parts = Sequence[Tensor | None]
 
@@ -58,14 +57,13 @@ class Native:
 
     def takes(self, op: Collective) -> bool:
         """Whether MPI carries out this collective as it is; the rest is lowered to ones it does."""
-        kind, same = op.kind, op.outputs is op.inputs
-        if kind is OpKind.REDUCE_SCATTER or not all(map(is_plain, op.inputs if same else op.inputs + op.outputs)):
+        if not is_native(op, _NATIVE):
             return False
-        if kind in _IN_PLACE and not (len(op.inputs) == 1 and (same or op.inputs[0] is op.outputs[0])):
-            return False
-        if kind is OpKind.REDUCE_SCATTER_TENSOR and any(t.numel() > self._most for t in op.inputs):
-            return False
-        return kind not in _REDUCTIONS or all(self._reducible(t.dtype, op.reduce_op) is not None for t in op.inputs)
+        if not op.kind.reduces:
+            return True
+        t = op.inputs[0]
+        fits = op.kind is not OpKind.REDUCE_SCATTER_TENSOR or t.numel() <= self._most
+        return fits and self._reducible(t.dtype, op.reduce_op) is not None
 
     def _reducible(self, dtype: torch.dtype, reduce_op: ReduceOp | None) -> Any:
         """MPI's datatype for a dtype, where MPI can reduce it by this operation; else None."""
@@ -125,28 +123,24 @@ class Native:
                 source, target = (in_place, piece) if comm.rank == op.root else (piece, None)
                 requests.append(comm.Ireduce(source, target, reduction, op.root))
         elif kind is OpKind.REDUCE_SCATTER_TENSOR:
-            for whole, part in zip(op.inputs, op.outputs, strict=True):
-                source = whole
-                if span(part)[0] in range(*span(whole)):  # in place, for which MPI has another convention
-                    source = whole.detach().clone()
-                    pending.kept.append(source)
-                datatype = self._reducible(whole.dtype, op.reduce_op)
-                send, recv = (self._elements_of(t, datatype) for t in (source, part))
-                requests.append(comm.Ireduce_scatter_block(send, recv, reduction))
+            whole, part = op.inputs[0], op.outputs[0]
+            if span(part)[0] in range(*span(whole)):  # in place, for which MPI has another convention
+                whole = whole.detach().clone()
+                pending.kept.append(whole)
+            datatype = self._reducible(whole.dtype, op.reduce_op)
+            send, recv = (self._elements_of(t, datatype) for t in (whole, part))
+            requests.append(comm.Ireduce_scatter_block(send, recv, reduction))
         elif kind is OpKind.ALL_GATHER_INTO_TENSOR:
-            for part, whole in zip(op.inputs, op.outputs, strict=True):
-                self._all_gather_into(comm, part, whole, pending)
+            part, whole, byte = op.inputs[0], op.outputs[0], self._mpi.BYTE
+            places = as_bytes(whole).view(comm.size, part.nbytes).unbind()
+            if whole.nbytes > self._most:
+                self._messages(comm, [as_bytes(part)] * comm.size, places, pending)
+            else:
+                there = part.data_ptr() == places[comm.rank].data_ptr()
+                source = in_place if there else self._elements_of(part, byte)
+                requests.append(comm.Iallgather(source, self._elements_of(whole, byte)))
         else:
             self._messages(comm, *_pairwise(op, comm), pending)
-
-    def _all_gather_into(self, comm: Comm, part: Tensor, whole: Tensor, pending: PendingRequests) -> None:
-        places = as_bytes(whole).view(comm.size, part.nbytes).unbind()
-        if whole.nbytes > self._most:
-            self._messages(comm, [as_bytes(part)] * comm.size, places, pending)
-            return
-        there = part.data_ptr() == places[comm.rank].data_ptr()
-        source = self._mpi.IN_PLACE if there else self.bytes_of(part)[::2]
-        pending.requests.append(comm.Iallgather(source, self._elements_of(whole, self._mpi.BYTE)))
 
     def _messages(self, comm: Comm, outgoing: Parts, incoming: Parts, pending: PendingRequests) -> None:
         """Send one tensor to each rank and receive one from each; None, or a list that is empty, stands for no message."""

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from gradwire.collectives import Collective, OpKind
 from gradwire.groups.mpi.runtime import MPI, Comm
 
 
@@ -103,25 +104,21 @@ class ReceiveMatcher:
         return None
 
 
+@dataclass(slots=True, eq=False)
 class PendingRequests:
     """One or several requests that make one operation. Tested only under the runtime's lock."""
 
-    __slots__ = ("cancelable", "done", "error", "keep", "kept", "matcher", "on_done", "posted", "receives", "requests")
-
-    def __init__(self, matcher: ReceiveMatcher, keep: object, *, cancelable: bool = False) -> None:
-        self.matcher = matcher
-        self.keep: object = keep
-        self.kept: list[Tensor] = []
-        """Copies that were made for it."""
-        self.requests: list[Any] = []
-        self.receives: list[Receive] = []
-        """Those whose message has arrived have a request of their own."""
-        self.cancelable = cancelable
-        """Whether it is a single receive."""
-        self.posted = time.perf_counter()
-        self.done = False
-        self.error: Exception | None = None
-        self.on_done: Callable[[PendingRequests], None] | None = None
+    matcher: ReceiveMatcher
+    op: Collective
+    kept: list[Tensor] = field(default_factory=list)
+    """Copies that were made for it."""
+    requests: list[Any] = field(default_factory=list)
+    receives: list[Receive] = field(default_factory=list)
+    """Those whose message has arrived have a request of their own."""
+    posted: float = field(default_factory=time.perf_counter)
+    done: bool = False
+    error: Exception | None = None
+    on_done: Callable[[PendingRequests], None] | None = None
 
     def add_receive(self, receive: Receive) -> None:
         self.receives.append(receive)
@@ -158,7 +155,7 @@ class PendingRequests:
 
     def cancel(self, mpi: MPI) -> bool:
         """Withdraw a receive whose message has not arrived. Other requests cannot be withdrawn. True if it is over."""
-        if self.cancelable and not self.test(mpi):
+        if self.op.kind is OpKind.RECV and not self.test(mpi):
             self.withdraw()
         return self.test(mpi)
 

@@ -18,7 +18,6 @@ completed, gives its peers EXIT_PATIENCE seconds to end as well; then the kernel
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import signal
@@ -29,7 +28,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 from gradwire.errors import CollectiveTimeout, GroupError, UsageError
-from gradwire.groups.forked import finalize_here
+from gradwire.groups.forked import finalize_here, leak
 from gradwire.runtime.threads import BoundedCall
 
 MPI: TypeAlias = Any
@@ -152,7 +151,7 @@ def _at_exit(mpi: MPI, keep_alive: KeepAlive, started_here: bool) -> None:
     if mpi.Is_finalized():
         return
     # mpi4py finalizes MPI when Python's objects are gone. What requests may still write must be there then: it is never freed.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(keep_alive))
+    leak(keep_alive)
     if hasattr(sys, "last_type") or keep_alive.unfinished(mpi):
         with suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -152,7 +152,14 @@ class AllReduce:
         offset = self.board.offset_in_heap(t.data_ptr())
         yield self.announce(digest, [(offset, nbytes)], hold=offset >= 0)
         yield from self.check(whole, digest)
-        yield from self._large(t, Fold.of(reduce_op, t.dtype))
+        fold, offsets = Fold.of(reduce_op, t.dtype), self.board.first_offsets(turn)
+        if min(offsets) < 0:
+            yield from self._in_chunks(t, fold)
+        else:
+            fold = self.compiled.get((reduce_op, t.dtype), fold)
+            for pieces in self._blocks_of(offsets, nbytes, fold):
+                fold.everywhere(pieces)
+            yield self.board.signal()
         written(t)
 
     def plain_sum(self, op: Collective) -> Steps | None:
@@ -163,9 +170,9 @@ class AllReduce:
         if t.dtype not in SUMMED or not t.is_cpu or op.outputs[0] is not t or not is_plain(t):
             return None
         nbytes = t.numel() * t.element_size()
-        return (
-            self._small_sum(op, t, nbytes) if nbytes <= SMALL else self.counted(self.general(op, op, self.digest(op)))
-        )
+        if nbytes <= SMALL:
+            return self._small_sum(op, t, nbytes)
+        return self.counted(self.general(op, op, self.digest(op)))
 
     def _small_sum(self, op: Collective, t: Tensor, nbytes: int) -> Steps:
         board = self.board
@@ -199,16 +206,6 @@ class AllReduce:
         total = np.empty(t.numel(), dtype)
         return self._slots.keep(key, (self.digest(op) * self.size, [*slots, total], total.ctypes.data))
 
-    def _large(self, t: Tensor, fold: Fold) -> Steps:
-        offsets = self.board.first_offsets(self.board.turn)
-        if min(offsets) < 0:
-            yield from self._in_chunks(flat(t), fold)
-            return
-        fold = self.compiled.get((fold.op, fold.dtype), fold)
-        for pieces in self._blocks_of(offsets, t.nbytes, fold):
-            fold.everywhere(pieces)
-        yield self.board.signal()
-
     def _blocks_of(self, offsets: list[int], nbytes: int, fold: Fold) -> list[list[Piece]]:
         """This rank's share of the tensors at `offsets`, in blocks: one piece per rank each. See Note [One pass]."""
         key = (*offsets, nbytes, fold.dtype, fold.array, fold.block)
@@ -223,10 +220,9 @@ class AllReduce:
         return known
 
     def _piece(self, offset: int, nbytes: int, fold: Fold) -> Piece:
-        board = self.board
-        return (
-            board.tensor(offset, nbytes, fold.dtype) if fold.array is None else board.array(offset, nbytes, fold.array)
-        )
+        if fold.array is None:
+            return self.board.tensor(offset, nbytes, fold.dtype)
+        return self.board.array(offset, nbytes, fold.array)
 
     def _in_chunks(self, t: Tensor, fold: Fold) -> Steps:
         """See Note [Three buffers]."""

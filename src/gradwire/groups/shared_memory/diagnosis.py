@@ -7,14 +7,13 @@ import re
 import time
 from collections.abc import Sequence
 
-from gradwire.errors import UNEVEN, CollectiveTimeout, GroupAborted, GroupError, PeerLost
-from gradwire.groups.ledger import Ledger
+from gradwire.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from gradwire.groups.ledger import CLOSED, Ledger
 from gradwire.groups.shared_memory.board import FAILED, LEFT, Board
 from gradwire.groups.shared_memory.sync import SLICE
 from gradwire.groups.work import Work
 from gradwire.runtime.host import is_dead, process_start
 
-CLOSED = f"it has closed its group and will not join. {UNEVEN}"
 _PASSED_ON = re.compile(r"rank \d+ failed: ")
 
 
@@ -50,10 +49,6 @@ class Diagnosis:
         self.board = board
         self.pulse = pulse
 
-    def trouble(self, waiting: Sequence[Work]) -> GroupError | None:
-        """What is known to be wrong with the group. A rank that has closed it is not an error by itself."""
-        return self.death(waiting) or self.failure(waiting)
-
     def death(self, waiting: Sequence[Work]) -> PeerLost | None:
         """A process has died. One that had closed its group before is missed only by operations that wait for it."""
         left = self.left()
@@ -77,9 +72,7 @@ class Diagnosis:
     def lost(self, rank: int, why: str, waiting: Sequence[Work]) -> PeerLost:
         """The error for a rank that is lost. It names the collective, or else a message, preferably one of that rank."""
         work = min(waiting, key=lambda work: (work.op.kind.is_p2p, work.op.peer != rank), default=None)
-        advice = "Look at its output for the cause; make a new group to go on."
-        text = f"{self.ledger.where(work)}: rank {rank} is lost: {why}. {advice}"
-        return PeerLost(text, rank=rank, op=None if work is None else work.op.signature)
+        return self.ledger.lost(rank, why, work)
 
     def _reported(self, rank: int, waiting: Sequence[Work]) -> GroupError:
         kind, _, reason = self.board.words(rank).partition("\n")
@@ -89,4 +82,4 @@ class Diagnosis:
             late.add_note(f"rank {rank} gave up first: {reason}")
             return late
         why = reason if _PASSED_ON.match(reason) else f"rank {rank} failed: {reason}"
-        return GroupAborted(f"{self.ledger.where(None)}: the group was aborted: {why}", reason=why)
+        return self.ledger.aborted(why)

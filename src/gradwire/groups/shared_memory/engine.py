@@ -40,10 +40,10 @@ from typing import NamedTuple
 
 from gradwire.collectives import Collective
 from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted
-from gradwire.groups.ledger import Arrivals
+from gradwire.groups.ledger import CLOSED, Arrivals
 from gradwire.groups.shared_memory.all_reduce import Steps
 from gradwire.groups.shared_memory.board import HERE, LEFT, Board
-from gradwire.groups.shared_memory.diagnosis import CLOSED, Diagnosis
+from gradwire.groups.shared_memory.diagnosis import Diagnosis
 from gradwire.groups.shared_memory.heap import Heap
 from gradwire.groups.shared_memory.p2p import Mailbox, MailboxMessage, checks_per_round
 from gradwire.groups.shared_memory.programs import Programs
@@ -182,8 +182,7 @@ class SharedMemoryEngine:
         """Which ranks have reached what the operation waits for; an operation that is queued waits for the one before it."""
         current = self._current
         target = 0 if current is None or work.is_completed() else current.target
-        missing = tuple(rank for rank, count in enumerate(self.board.signals.tolist()) if count < target)
-        return Arrivals(tuple(r for r in range(self.size) if r not in missing), missing)
+        return Arrivals.of([r for r, count in enumerate(self.board.signals.tolist()) if count >= target], self.size)
 
     # -- driving -------------------------------------------------------------------------------------------------------
 
@@ -303,26 +302,19 @@ class SharedMemoryEngine:
         if (error := self.diagnosis.failure(waiting)) is not None:
             self._fail(error)
             return
-        rank, works = self._stranded()
-        for work in works:  # they fail, and so does every later collective; messages between the others go on
-            work.fail(self.diagnosis.lost(rank, CLOSED, waiting))
+        current, left = self._current, self.diagnosis.left()
+        for rank in left:
+            works = [m.work for m in self._messages if m.is_stranded(rank, left) and not m.step()]
+            if current is not None and self.board.signals[rank] < current.target:
+                works.append(current.work)
+            for work in works:  # they fail, and so does every later collective; messages between the others go on
+                work.fail(self.diagnosis.lost(rank, CLOSED, waiting))
 
     def waiting(self) -> list[Work]:
         """What this rank waits for now: the collective under way, and messages."""
         current = self._current
         messages = [message.work for message in self._messages if not message.over]
         return messages if current is None else [current.work, *messages]
-
-    def _stranded(self) -> tuple[int, list[Work]]:
-        """A rank that has closed its group, and the operations that wait for it in vain."""
-        current, left = self._current, self.diagnosis.left()
-        for rank in left:
-            works = [m.work for m in self._messages if m.is_stranded(rank, left) and not m.step()]
-            if current is not None and self.board.signals[rank] < current.target:
-                works.append(current.work)
-            if works:
-                return rank, works
-        return -1, []
 
     # -- after a failure, and at the end -------------------------------------------------------------------------------
 
@@ -369,18 +361,13 @@ class SharedMemoryEngine:
             return min(board.recoveries.tolist()) >= target
 
         while not all_there():
-            missing = [r for r, count in enumerate(board.recoveries.tolist()) if count < target]
-            left = next((r for r in missing if r in diagnosis.left()), None)
-            lost = diagnosis.death([]) if left is None else diagnosis.lost(left, CLOSED, [])
+            there = Arrivals.of([r for r, count in enumerate(board.recoveries.tolist()) if count >= target], self.size)
+            left = next((r for r in there.missing if r in diagnosis.left()), None)
+            lost = diagnosis.death([]) if left is None else diagnosis.ledger.lost(left, CLOSED)
             if lost is not None:
                 raise lost
             if time.perf_counter() > deadline:
-                raise CollectiveTimeout(
-                    f"recovery of {self.name} on rank {self.rank}: ranks {missing} have not called recover() within "
-                    f"{timeout:.3g} s. Every rank must call it after a failure.",
-                    joined=[r for r in range(self.size) if r not in missing],
-                    missing=missing,
-                )
+                raise diagnosis.ledger.not_recovered(there, timeout)
             board.wait_queue.sleep(all_there, board.fence, SLICE)
         board.fence()
 

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.collectives import Collective, Scope
 from gradwire.collectives.lower import is_identity
-from gradwire.errors import ClosedError, GroupError, PeerLost, SharedMemoryFull, UsageError, again
+from gradwire.errors import ClosedError, GroupError, SharedMemoryFull, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.ledger import Arrivals, profiler_enabled
@@ -103,7 +103,6 @@ class SharedMemoryGroup(Group):
         self._engine_finalizer = finalize_here(self, _stop, self._engine, segment)
 
     def submit(self, op: Collective) -> Work:
-        """Queue it; the group's own thread carries it out."""
         work = self._put(op)
         if not work.is_completed():
             self._engine.wake()
@@ -177,18 +176,13 @@ class SharedMemoryGroup(Group):
         return t.device.type == "cpu" and self._board.offset_in_heap(t.data_ptr()) >= 0
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Which ranks have arrived: read from the board."""
-        if work.op.kind.is_p2p:
-            return None if work.op.peer is None else Arrivals((self.rank,), (work.op.peer,))
-        return self._engine.arrivals(work)
+        return super().arrivals(work) if work.op.kind.is_p2p else self._engine.arrivals(work)
 
     def subgroup(self, ranks: list[int], *, name: str) -> Group:
-        """A group with a segment of its own."""
         store, rank = PrefixStore(name, self._store), ranks.index(self.rank)
         return SharedMemoryGroup(store, rank, len(ranks), timeout=self.timeout, name=name, **self._options)
 
     def fail(self, error: BaseException) -> None:
-        """Fail here, and notify the other ranks."""
         first = self.failure is None
         super().fail(error)
         if first and not self.closed and not self.forked:
@@ -197,17 +191,12 @@ class SharedMemoryGroup(Group):
             self._board.wait_queue.wake(self.rank)
 
     def _look_at_peers(self) -> None:
-        """At the board and the other ranks' processes."""
-        error = self._engine.diagnosis.trouble(self._engine.waiting())
-        if error is not None:
+        diagnosis, waiting = self._engine.diagnosis, self._engine.waiting()
+        if (error := diagnosis.death(waiting) or diagnosis.failure(waiting)) is not None:
             self.fail(error)
 
     def recover(self, timeout: float | None = None) -> None:
-        """Meet the other ranks and count operations from the beginning."""
-        limit = self._recovery_limit(timeout)
-        if isinstance(self.failure, PeerLost):
-            raise again(self.failure)
-        self._engine.recover(limit)
+        self._engine.recover(self._recovery_limit(timeout))
         self.failure = None
 
     def _release(self) -> None:

@@ -78,10 +78,6 @@ class Heap:
         with self._lock:
             self._collect()
             place = self._find(room)
-            if place is None:
-                self._grow(room)
-                place = self._find(room)
-            assert place is not None
             offset, nbytes = self._free[place]
             if nbytes == room:
                 del self._free[place]
@@ -89,8 +85,13 @@ class Heap:
                 self._free[place] = (offset + room, nbytes - room)
             return offset
 
-    def _find(self, room: int) -> int | None:
-        return next((i for i, (_, nbytes) in enumerate(self._free) if nbytes >= room), None)
+    def _find(self, room: int) -> int:
+        """The index of the first free block that is large enough; the heap grows if there is none."""
+        for i, (_, nbytes) in enumerate(self._free):
+            if nbytes >= room:
+                return i
+        self._grow(room)
+        return self._find(room)
 
     def _grow(self, room: int) -> None:
         last = self._free[-1] if self._free and sum(self._free[-1]) == self._top else None

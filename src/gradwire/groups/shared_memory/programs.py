@@ -29,16 +29,13 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.aliasing import apart, is_native
-from gradwire.collectives.lower import flat, lower
+from gradwire.collectives.lower import flat, lower, on_copies
 from gradwire.collectives.reference import store, writes
 from gradwire.errors import CollectiveMismatch, GroupError, InternalError
 from gradwire.groups.shared_memory.all_reduce import AllReduce, Steps, written
 from gradwire.groups.shared_memory.fold import Fold, Piece
 
-_NATIVE = frozenset({
-    OpKind.ALL_REDUCE, OpKind.BROADCAST, OpKind.ALL_GATHER, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER,
-    OpKind.REDUCE_SCATTER_TENSOR, OpKind.ALL_TO_ALL, OpKind.ALL_TO_ALL_SINGLE, OpKind.GATHER, OpKind.SCATTER, OpKind.BARRIER,
-})  # fmt: skip
+_NATIVE = frozenset(OpKind) - {OpKind.REDUCE, OpKind.SEND, OpKind.RECV}
 _UNIFORM = frozenset({OpKind.BROADCAST, OpKind.ALL_GATHER_INTO_TENSOR, OpKind.REDUCE_SCATTER_TENSOR})
 """Exchanges in which the ranks bring equal sizes, so that each can compute where small parts lie."""
 takes = partial(is_native, kinds=_NATIVE)
@@ -78,12 +75,10 @@ class Programs(AllReduce):
 
     def _on_host(self, op: Collective) -> Steps:
         """Tensors of another device go through copies in ordinary memory."""
-        copies = {id(t): t.detach().cpu() for t in op.inputs + op.outputs}
-        inputs = tuple(copies[id(t)] for t in op.inputs)
-        outputs = inputs if op.outputs is op.inputs else tuple(copies[id(t)] for t in op.outputs)
         factor = op.factor.cpu() if isinstance(op.factor, Tensor) else op.factor
-        yield from self.carry_out(replace(op, inputs=inputs, outputs=outputs, factor=factor))
-        for t, copy in zip(op.outputs, outputs, strict=True):
+        here = replace(on_copies(op, lambda t: t.detach().cpu()), factor=factor)
+        yield from self.carry_out(here)
+        for t, copy in zip(op.outputs, here.outputs, strict=True):
             store(t if t.is_sparse else t.detach(), copy.to(t.device))
         if op.device.type == "cuda":  # the caller may go on in another stream than that of the thread that drives
             torch.cuda.current_stream(op.device).synchronize()

@@ -166,7 +166,6 @@ class Polling:
         self._words = view.cast("I")
 
     def sleep(self, word: int, seconds: float) -> None:
-        """As `Futex.sleep`."""
         deadline = time.perf_counter() + seconds
         pause = 20e-6
         while self._words[word // 4] == 1 and time.perf_counter() < deadline:

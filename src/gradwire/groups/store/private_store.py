@@ -24,7 +24,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -106,11 +106,6 @@ class PrivateStore(Store):
                 os.close(fd)
             self._mutex.release()
 
-    def _leave_to_parent(self) -> None:
-        self._mutex = threading.Lock()  # another thread of the parent may have it locked
-        self._closed = "belongs to the process that this one was forked from. Open it again, by its name"
-        self._let_go()
-
     def __enter__(self) -> PrivateStore:
         return self
 
@@ -124,7 +119,7 @@ class PrivateStore(Store):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         with self._locked():
-            self._append([(key, _bytes(value)) for key, value in zip(keys, values, strict=True)])
+            self._append(zip(keys, map(_bytes, values), strict=True))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -162,10 +157,9 @@ class PrivateStore(Store):
 
     def delete(self, keys: Sequence[str]) -> int:
         with self._locked() as values:
-            deletions = [(key, None) for key in keys if key in values]
-            if deletions:
-                self._append(deletions)
-            return len(deletions)
+            known = [key for key in keys if key in values]
+            self._append((key, None) for key in known)
+            return len(known)
 
     def check(self, keys: Sequence[str]) -> bool:
         with self._reading() as values:
@@ -271,7 +265,7 @@ class PrivateStore(Store):
                 self._values[key] = data[value_at:at]
         self._at += len(data)
 
-    def _append(self, records: Sequence[tuple[str, bytes | None]]) -> None:
+    def _append(self, records: Iterable[tuple[str, bytes | None]]) -> None:
         """Append records. The file must be locked and read to its end."""
         data = b""
         for key, value in records:
@@ -298,7 +292,9 @@ _OPEN: set[PrivateStore] = set()
 
 def _leave_all_to_parent() -> None:
     for store in list(_OPEN):
-        store._leave_to_parent()
+        store._mutex = threading.Lock()  # another thread of the parent may have it locked
+        store._closed = "belongs to the process that this one was forked from. Open it again, by its name"
+        store._let_go()
 
 
 os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -20,7 +20,7 @@ from gradwire.errors import CollectiveTimeout, GroupAborted, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.completion import WorkInfo
 from gradwire.groups.forked import finalize_here
-from gradwire.groups.ledger import Arrivals
+from gradwire.groups.ledger import Arrivals, chained
 from gradwire.groups.work import Work
 from gradwire.runtime.threads import Worker
 
@@ -240,10 +240,7 @@ class TrackedWrapper(GroupWrapper):
 
     def late(self, work: Work, error: CollectiveTimeout) -> CollectiveTimeout:
         """The inner group's timeout, reworded for the caller's operation instead of its step; the missing ranks are the same."""
-        mine = self.ledger.timed_out(work, work.timeout)
-        # Without its traceback, whose frames would keep the inner group and its memory alive as long as the error.
-        mine.__cause__ = error.with_traceback(None)
-        return mine
+        return chained(self.ledger.timed_out(work, work.timeout), error)
 
     def standing(self, op: Collective) -> tuple[int, int]:
         """Refuse: all ranks take part in the steps of a program."""

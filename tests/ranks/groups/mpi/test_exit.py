@@ -98,7 +98,7 @@ def test_an_uncaught_exception_ends_all_ranks_with_its_code(tmp_path: Path) -> N
     assert code == 1
     assert "LookupError: my own" in said
     assert "PeerLost" in said  # the other was told
-    assert "rank 1 has left the group" in said
+    assert "rank 1 is lost: it has closed its group" in said
 
 
 @pytest.mark.parametrize(("how", "body"), [

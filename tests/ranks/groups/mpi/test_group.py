@@ -261,11 +261,12 @@ class FakeRequest:
 
 def test_a_request_that_fails_does_not_end_the_others() -> None:
     fake: Any = types.SimpleNamespace(Exception=ValueError, Status=lambda: None)
-    pending = PendingRequests(ReceiveMatcher(fake, None), "the memory")
+    op = build.barrier()
+    pending = PendingRequests(ReceiveMatcher(fake, None), op)
     pending.requests += [FakeRequest(ValueError("first")), FakeRequest(False, False, True), FakeRequest(True)]
     assert [pending.test(fake) for _ in range(3)] == [False, False, True]
     assert str(pending.error) == "first"
-    assert pending.keep == "the memory"
+    assert pending.op is op, "it keeps the memory"
 
 
 def test_a_receive_that_mpi_cannot_look_for_is_over() -> None:
@@ -276,7 +277,7 @@ def test_a_receive_that_mpi_cannot_look_for_is_over() -> None:
             raise ValueError("gone")
 
     fake: Any = types.SimpleNamespace(Exception=ValueError, Status=lambda: None, ANY_SOURCE=-1)
-    pending = PendingRequests(ReceiveMatcher(fake, Broken()), None)
+    pending = PendingRequests(ReceiveMatcher(fake, Broken()), build.barrier())
     for source in (0, 1):
         pending.add_receive(Receive(torch.empty(1), None, source, 3))
     assert pending.test(fake)
@@ -452,7 +453,7 @@ def test_a_rank_that_leaves_is_named(what: str) -> None:
             "send": build.send(torch.ones(2), dst=1),
         }
         began = time.perf_counter()
-        with pytest.raises(PeerLost, match="rank 1 has left the group") as caught:
+        with pytest.raises(PeerLost, match="rank 1 is lost: it has closed its group") as caught:
             group.submit(ops[what]).wait()
         assert caught.value.rank == 1
         assert time.perf_counter() - began < 100

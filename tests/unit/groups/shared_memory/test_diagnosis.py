@@ -39,7 +39,8 @@ LEDGER = Ledger(name="group", rank=0, size=3)
 
 
 def found(states: dict[int, tuple[int, str]], *dead: int, waiting: Sequence[Work] = ()) -> Any:
-    return Diagnosis(LEDGER, Board(states), Pulse(*dead)).trouble(waiting)  # type: ignore[arg-type]
+    diagnosis = Diagnosis(LEDGER, Board(states), Pulse(*dead))  # type: ignore[arg-type]
+    return diagnosis.death(waiting) or diagnosis.failure(waiting)
 
 
 def work(op: Any) -> Work:
