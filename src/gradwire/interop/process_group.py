@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
 from gradwire.collectives import Collective
-from gradwire.errors import NoBackendError, UsageError, UsageTypeError
+from gradwire.errors import UsageError, UsageRuntimeError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
 from gradwire.interop.c10d_methods import C10dMethods
@@ -103,7 +103,7 @@ class GradwireProcessGroup(C10dMethods, OperationHooks, dist.ProcessGroup):  # t
     def _get_backend(self, device: torch.device) -> Any:
         """Itself: see Note [The group is its own backend]."""
         if device.type not in self._devices:
-            raise NoBackendError(
+            raise UsageRuntimeError(
                 f"{self.group} serves {', '.join(self._devices)}, not {device}. "
                 "Pass devices= to as_process_group if the group can move tensors there."
             )

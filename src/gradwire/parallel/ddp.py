@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from gradwire.autograd.compiled.install import forward_begins
-from gradwire.errors import GroupAndMeshGiven, HookAlreadyRegistered, NotPicklable, UsageError
+from gradwire.errors import HookError, UsageError, UsageRuntimeError
 from gradwire.events import ForwardBegan
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
@@ -120,7 +120,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
 
     def _set_group(self, process_group: Any, device_mesh: Any) -> None:
         if process_group is not None and device_mesh is not None:
-            raise GroupAndMeshGiven("Cannot specify both process_group and device_mesh arguments.")
+            raise UsageRuntimeError("Cannot specify both process_group and device_mesh arguments.")
         if device_mesh is not None:
             self.device_mesh = device_mesh
             process_group = mesh_group(device_mesh)
@@ -169,7 +169,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
                 self._log(error)
                 raise
         if self._comm_hooks:
-            raise HookAlreadyRegistered(
+            raise HookError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Nothing was changed; "
                 "set_hook swaps gradwire hooks between steps."
             )
@@ -311,7 +311,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
 
     def __getstate__(self) -> dict[str, Any]:
         if not is_default(self.process_group):
-            raise NotPicklable(
+            raise UsageRuntimeError(
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, when "
                 "you have called init_process_group and have not passed process_group argument to DDP constructor."
             )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from gradwire.collectives import ReduceOp, all_reduce
-from gradwire.errors import NotFinalizable, OverlapNotSupported, TrainingAlreadyStarted, UsageError, UsageTypeError
+from gradwire.errors import UsageError, UsageRuntimeError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.dense import cast, chain, mean
@@ -82,7 +82,7 @@ class TorchSurface:
         try:
             overlapped.register_ddp(self)
         except NotImplementedError as error:
-            raise OverlapNotSupported(f"{optim} does not support overlapped DDP.") from error
+            raise UsageRuntimeError(f"{optim} does not support overlapped DDP.") from error
 
     def _adopt_optimizers_in_backward(self) -> None:
         """Step optimizers that torch's `_apply_optimizer_in_backward` has given to parameters when their buckets are reduced."""
@@ -148,7 +148,7 @@ class TorchSurface:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
         if self.replica.reducer.steps:
-            error = TrainingAlreadyStarted(
+            error = UsageRuntimeError(
                 "set_static_graph() should be called before training loop starts, and after the model was built."
             )
             self._log(error)
@@ -254,12 +254,12 @@ class ManualFinalization:
         doing = f"require_manual_backward_finalization = {required}"
         if self.logger is None:
             if required:
-                raise NotFinalizable(
+                raise UsageRuntimeError(
                     f"{doing}: all parameters are in delay_all_reduce_named_params, which has no buckets."
                 )
             return
         if self.replica.reducer.machine.in_backward:
-            raise NotFinalizable(f"{doing}: a backward is not finalized yet. Set it before a forward.")
+            raise UsageRuntimeError(f"{doing}: a backward is not finalized yet. Set it before a forward.")
         self._manual = bool(required)
         self.replica.reducer.manual = self._manual
 
@@ -279,11 +279,11 @@ class ManualFinalization:
     def finalize_backward(self) -> None:
         """Wait for the reductions of this step and put the averages into `.grad`: once for each synchronized backward."""
         if not self._manual:
-            raise NotFinalizable(
+            raise UsageRuntimeError(
                 "finalize_backward(): backward finalizes automatically. Set require_manual_backward_finalization = True first."
             )
         if not self.require_backward_grad_sync:
-            raise NotFinalizable(
+            raise UsageRuntimeError(
                 "finalize_backward() under no_sync(): nothing is reduced there. Call it after the step outside."
             )
         reducer = self.replica.reducer
@@ -294,13 +294,13 @@ class ManualFinalization:
             if machine.state is State.RUNNING:
                 names = ", ".join(machine.names[i] for i in machine.missing())
                 why = f"not all buckets are ready; there is no gradient yet for {names}"
-            raise NotFinalizable(f"finalize_backward(): {why}.")
+            raise UsageRuntimeError(f"finalize_backward(): {why}.")
         reducer.finish()
 
     def _check_finalized(self) -> None:
         """Before a forward: the last backward must have been finalized. It still can be, so nothing is changed."""
         if self._manual and self.replica.reducer.machine.complete:
-            raise NotFinalizable(
+            raise UsageRuntimeError(
                 "forward: the last backward is not finalized. Call finalize_backward() before the next forward."
             )
 
