@@ -16,9 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
-from gradwire.autograd.compiled.install import forward_begins
 from gradwire.errors import HookError, UsageError, UsageRuntimeError
-from gradwire.events import ForwardBegan
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.interop import as_process_group, from_process_group
@@ -32,7 +30,6 @@ from gradwire.parallel.torch_arguments import Delayed, buckets_policy, buffers_p
 from gradwire.parallel.torch_surface import BufferHook, ManualFinalization, ReducerCompat, TorchSurface
 from gradwire.parallel.trainable import check_module
 from gradwire.policies import Buffers, Gradients, Graph, MiB, NonFinite
-from gradwire.recorder.format import RecordKind
 from gradwire.reducer.hook.torch_hooks import check_torch_hook
 from gradwire.runtime.dynamo import set_eval_frame, untraced_call, untraced_frame
 
@@ -245,18 +242,15 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
             self._adopt_optimizers_in_backward()
         if torch.is_grad_enabled() and replica.sync and self.logger is not None:
             self.logger.forward_begins()
-        replica.reducer.iterations.record(RecordKind.FORWARD_BEGAN)
-        replica.agreement.before_forward(averaged=replica.sync and self.training)
-        with replica.recovery.failing_forward():
-            self._uneven.before_forward(self)
-            replica.rebuild()
-            self._sync_buffers(BufferHook.BEFORE)
-            if self._join_config.enable:
-                self._uneven.announce_sync(replica.sync)
-        replica.divergence.before_forward(self.module, replica.runner, steps=replica.reducer.steps, sync=replica.sync)
-        forward_begins(self.module, replica.reducer.intake.limits)
-        replica.reducer.events.emit_now(ForwardBegan)
+        replica.before_forward(self._exchange)
         return self._moved(inputs, kwargs)
+
+    def _exchange(self) -> None:
+        self._uneven.before_forward(self)
+        self.replica.rebuild()
+        self._sync_buffers(BufferHook.BEFORE)
+        if self._join_config.enable:
+            self._uneven.announce_sync(self.replica.sync)
 
     def _moved(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.device_ids:
