@@ -134,8 +134,7 @@ def _announce_backend() -> None:
         return
 
     def create(options: Any, backend_options: Any) -> Any:
-        backend = importlib.import_module("gradwire.interop.backend")
-        return backend.create_by_default(options, backend_options)
+        return importlib.import_module("gradwire.interop.backend").creator_of("gradwire")(options, backend_options)
 
     recorded: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())  # see register_backend
     recorded.add("gradwire")

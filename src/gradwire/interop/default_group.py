@@ -91,10 +91,3 @@ def backend_name(pg: Any) -> str:
         return str(dist.get_backend(pg))
     except (ValueError, RuntimeError, TypeError):
         return str(getattr(pg, "name", lambda: type(pg).__name__)())
-
-
-def mesh_group(mesh: Any) -> Any:
-    """The process group of a one-dimensional device mesh."""
-    if mesh.ndim != 1:
-        raise UsageRuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
-    return mesh.get_group(mesh_dim=0)

@@ -29,8 +29,6 @@ from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.interop.checkpointed_hook import CheckpointedHook
 from gradwire.interop.fsdp_checks import IN_A_SHARD, OF_A_RANK, CheckedModule, FsdpChecks
 from gradwire.interop.process_group_base import translate_reduce_op
-from gradwire.recorder import writer
-from gradwire.recorder.format import RecordKind
 from gradwire.reducer.buckets.layout import plain_name
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.model_events import ModelEvents
@@ -78,13 +76,8 @@ class FsdpReduction(CheckpointedHook):
         self._runner.states.next_step()
         # On CUDA this runs on FSDP's own stream, which the wait for each collective orders.
         runner, spec = self._runner, self._spec(flat)
-        events, step = self._events, runner.step
-        events.bucket(RecordKind.BUCKET_FULL, spec, step)
-        events.bucket(RecordKind.BUCKET_LAUNCHED, spec, step, hook=runner.name)
-        with writer.within(events.place(step, spec.index)):
-            result = self._run(GradBucket(spec, flat, (), is_last=True))
-        events.bucket(RecordKind.BUCKET_REDUCED, spec, step)
-        return result
+        with self._events.reduction(spec, runner.step, hook=runner.name):
+            return self._run(GradBucket(spec, flat, (), is_last=True))
 
     def _run(self, bucket: GradBucket) -> Tensor:
         reduce = self._runner.run if self._rows == 1 else self._runner.run_scattered

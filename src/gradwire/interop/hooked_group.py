@@ -33,8 +33,6 @@ from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.dense import Mean
 from gradwire.interop.checkpointed_hook import CheckpointedHook
 from gradwire.interop.gradient_places import GradientPlaces
-from gradwire.recorder import writer
-from gradwire.recorder.format import RecordKind
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.model_events import ModelEvents
 
@@ -79,7 +77,7 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
         self.hook = hook
         self._steps_of_hook = _Steps(inner)
         self._runner = HookRunner(hook, self._steps_of_hook)
-        self._model = ModelEvents(inner)
+        self._events = ModelEvents(inner)
         self._places = GradientPlaces(hook)
         self._running: dict[int, object] = {}
         """The outermost backwards that run, by their threads. Graph tasks of re-entrant ones are parts of them."""
@@ -179,7 +177,7 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
     @torch.no_grad()
     def _run_hook(self, op: Collective, spec: BucketSpec, begins: bool) -> None:
         """Reduce a gradient, the first of a backward if it `begins`, and write the result where the caller expects it."""
-        runner, events = self._runner, self._model
+        runner = self._runner
         if begins:
             runner.states.next_step()
         scatters = op.kind is OpKind.REDUCE_SCATTER_TENSOR
@@ -188,18 +186,15 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
             flat = flat.clone()  # the hook may overwrite it, and it is the caller's
         if op.factor is not None:
             flat.mul_(op.factor)
-        bucket, step, output = GradBucket(spec, flat, (), is_last=False), runner.step, op.outputs[0]
-        events.bucket(RecordKind.BUCKET_FULL, spec, step)
-        events.bucket(RecordKind.BUCKET_LAUNCHED, spec, step, hook=runner.name)
-        with writer.within(events.place(step, spec.index)):
+        bucket, output = GradBucket(spec, flat, (), is_last=False), op.outputs[0]
+        with self._events.reduction(spec, runner.step, hook=runner.name):
             if scatters:
                 value = runner.run_scattered(bucket)
             else:
                 value = runner.start(bucket).wait() if flat.is_cuda else runner.run(bucket)
-        output.copy_(value.view(output.shape))
-        if op.reduce_op is not ReduceOp.AVG:
-            output.mul_(runner.group.size)
-        events.bucket(RecordKind.BUCKET_REDUCED, spec, step)
+            output.copy_(value.view(output.shape))
+            if op.reduce_op is not ReduceOp.AVG:
+                output.mul_(runner.group.size)
 
     def _failed(self, work: Work, error: BaseException) -> None:
         work.fail(error)

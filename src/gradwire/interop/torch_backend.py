@@ -70,12 +70,8 @@ class GradwireBackend(C10dMethods, Backend):
         return part
 
     # C++ calls these without a device.
-
-    def start_coalescing(self) -> None:
-        self._start_coalescing()
-
-    def end_coalescing(self) -> Any:
-        return self._end_coalescing()
+    start_coalescing = OverGroup._start_coalescing
+    end_coalescing = OverGroup._end_coalescing
 
     def __repr__(self) -> str:
         return f"<{self._backend_name} backend over {self.group}>"

@@ -80,11 +80,10 @@ class TorchWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
         """Make later work on the current stream wait for the outputs. The host waits if the engine has no streams."""
         self.wait()
+
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
@@ -105,8 +104,7 @@ class TorchWork(dist.Work):
             raise UsageError(f"source_rank of {len(self.works)} operations: only one receive has a source.")
         return self.works[0].source_rank()
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
     def _get_duration(self) -> float:
         """Milliseconds from submission to completion, as c10d counts."""

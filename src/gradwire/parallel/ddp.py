@@ -20,7 +20,7 @@ from gradwire.errors import HookError, UsageError, UsageRuntimeError
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.interop import as_process_group, from_process_group
-from gradwire.interop.default_group import default_process_group, is_default, mesh_group
+from gradwire.interop.default_group import default_process_group, is_default
 from gradwire.parallel.hook_controls import HookControls
 from gradwire.parallel.join import UnevenInputs
 from gradwire.parallel.logging_data import Logger
@@ -119,8 +119,10 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
         if process_group is not None and device_mesh is not None:
             raise UsageRuntimeError("Cannot specify both process_group and device_mesh arguments.")
         if device_mesh is not None:
+            if device_mesh.ndim != 1:
+                raise UsageRuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
             self.device_mesh = device_mesh
-            process_group = mesh_group(device_mesh)
+            process_group = device_mesh.get_group(mesh_dim=0)
         if isinstance(process_group, Group):
             self.group: Group = process_group
             self.process_group = as_process_group(process_group)

@@ -224,7 +224,7 @@ class DivergenceSchedule:
         """Check if it is due and a backward follows that is averaged: there all ranks have made the same steps."""
         if not self._every or steps % self._every or steps == self._last or not (sync and torch.is_grad_enabled()):
             return
-        if module.training and not runner.uneven and not (runner.outer is not None and runner.outer.differ):
+        if module.training and not runner.uneven and not runner.differ:
             self._last = steps
             check = DivergenceCheck(module, runner.group)
             check.steps = steps
@@ -260,8 +260,7 @@ def _group_of(module: nn.Module, group: Any) -> Group:
 def _may_differ(model: nn.Module) -> bool:
     """Whether the hook of a model lets parameters differ between ranks now."""
     replica = getattr(model, "replica", None) or getattr(model, "_gradwire_replica", None)
-    outer = getattr(getattr(replica, "runner", None), "outer", None)
-    return outer is not None and bool(outer.differ)
+    return bool(getattr(getattr(replica, "runner", None), "differ", False))
 
 
 def _signed(number: int) -> int:

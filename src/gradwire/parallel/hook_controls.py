@@ -41,8 +41,7 @@ class HookControls:
                 f"set_hook({hook!r}) at step {step} on rank {rank}: ranks {odd} set a different hook or "
                 "are at a different step. Nothing was changed; call it with equal hooks after the same step on every rank."
             )
-        if replica.runner.outer is not None:
-            replica.runner.outer.average()
+        replica.runner.average_parameters()
         replica.use_hook(hook)
 
     def hook_state_dict(self) -> dict[str, Any]:
@@ -71,12 +70,10 @@ class HookControls:
 
     def _between_steps(self, doing: str) -> Any:
         """The replica, after recovery from a failed step; raises during backward."""
-        replica = self.replica
         self._check_between_steps(doing)
-        with replica.recovery.failing_forward():
-            replica.recovery.recover_if_failed()
+        self.replica.agreement.recover()
         self.finish_checks()
-        return replica
+        return self.replica
 
     def _check_between_steps(self, doing: str) -> None:
         if self.replica.reducer.machine.in_backward:
@@ -169,5 +166,4 @@ class HookControls:
         replica = self.replica
         with replica.recovery.failing_forward():
             replica.recovery.recover_if_failed()
-            if replica.runner.outer is not None:
-                replica.runner.outer.average()
+            replica.runner.average_parameters()

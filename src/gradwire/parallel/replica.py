@@ -55,8 +55,6 @@ from gradwire.reducer.machine import State
 from gradwire.reducer.rank_agreement import compare_parameters
 from gradwire.runtime.dynamo import untraced_call
 
-_UNLIMITED = 2**62
-
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPolicies:
@@ -152,7 +150,7 @@ class Replica(HookControls):
         """Buckets before any backward has shown the order: gradients are assumed to become ready from the last to the first."""
         buckets = self._policies.buckets
         known = buckets.from_start or self.graph is Graph.FIND_UNUSED
-        limits = buckets.limits if known else (_UNLIMITED,)
+        limits = buckets.limits if known else (2**62,)  # one bucket
         layout = BucketLayout.make(specs, by_size(specs, limits)[::-1])
         for spec in layout.buckets:
             hook.check(spec)

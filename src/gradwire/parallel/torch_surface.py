@@ -49,7 +49,6 @@ class TorchSurface:
     find_unused_parameters: bool
     static_graph: bool
     gradient_as_bucket_view: bool
-    forward_sync_buffers: bool
     broadcast_bucket_size = 250 * 2**20
     parameters_to_ignore: set[str]
     register_comm_hook: Callable[..., None]
@@ -99,7 +98,7 @@ class TorchSurface:
                 handle.remove()
         hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
         self.register_comm_hook(weakref.ref(self), hook)
-        self.reducer._set_optimizer_in_backward()
+        self.replica.reducer.leave_gradients = True
 
     def join_hook(self, **kwargs: Any) -> Any:
         return self._uneven.hook(divide=kwargs.get("divide_by_initial_world_size", True))
@@ -182,8 +181,7 @@ class TorchSurface:
     def _update_process_group(self, new_process_group: Any) -> None:
         self._set_group(new_process_group, None)
         self.replica.move_to_group(self.group)
-        if self.replica.runner.outer is not None:
-            self.replica.runner.outer.average()
+        self.replica.runner.average_parameters()
         self.replica.runner.start_over()
 
     @classmethod
@@ -213,17 +211,15 @@ class TorchSurface:
         """The name of each of `parameters` by its index. A parameter with two names gets the last."""
         place = {id(p): i for i, p in enumerate(parameters)}
         names: dict[int, str] = {}
-        for prefix, owner in self.module.named_modules():
-            for name, parameter in owner.named_parameters(recurse=False):
-                full = f"{prefix}.{name}"
-                if full in self.parameters_to_ignore or not parameter.requires_grad:
-                    continue
-                if id(parameter) not in place:
-                    raise UsageError(
-                        f"Param with name {full} found in module parameters, but not DDP parameters. It was added after the "
-                        "model was replicated; replicate it again."
-                    )
-                names[place[id(parameter)]] = full
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if name in self.parameters_to_ignore or not parameter.requires_grad:
+                continue
+            if id(parameter) not in place:
+                raise UsageError(
+                    f"Param with name {name} found in module parameters, but not DDP parameters. It was added after the model "
+                    "was replicated; replicate it again."
+                )
+            names[place[id(parameter)]] = name
         if len(names) != len(place):
             raise UsageError(
                 "Expected param to name mapping to cover all parameters, but got conflicting lengths: "
@@ -330,15 +326,6 @@ class ReducerCompat:
         """Lightning calls it before `manual_backward`."""
         return self._replica.reducer.rebuild()
 
-    def _set_optimizer_in_backward(self) -> None:
-        self._replica.reducer.leave_gradients = True
-
-    def _install_post_backward_futures(self, futures: Any) -> None:
-        self._replica.reducer.wait_at_end.extend(futures)
-
-    def _remove_autograd_hooks(self) -> None:
-        self._replica.detach()
-
 
 class BufferHook:
     """One registered buffer hook. Futures it returns are waited for at the end of backward."""
@@ -346,15 +333,13 @@ class BufferHook:
     BEFORE: ClassVar[str] = "PRE_FORWARD"
     AFTER: ClassVar[str] = "POST_FORWARD"
 
-    def __init__(self, hook: Callable[..., Any], state: Any, location: Any = None) -> None:
+    def __init__(self, hook: Callable[..., Any], state: Any, location: Any) -> None:
         if not callable(hook):
             raise UsageTypeError(f"buffer hook: {hook!r} is not callable. Pass a function hook(state, named_buffers).")
-        self.buffer_comm_hook = hook
-        self.buffer_comm_hook_state = state
-        self.buffer_comm_hook_location = location
+        self._hook, self._state = hook, state
         self.place = self.AFTER if location is None else getattr(location, "name", str(location))
 
     def run(self, replica: Replica) -> None:
-        futures = self.buffer_comm_hook(self.buffer_comm_hook_state, replica.state.named_buffers())
+        futures = self._hook(self._state, replica.state.named_buffers())
         if futures is not None:
             replica.reducer.wait_at_end.extend(list(futures))
