@@ -20,12 +20,10 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from gradwire.collectives import Collective, ReduceOp
-from gradwire.collectives.timeouts import timeout_seconds
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.groups.work import Work
-from gradwire.groups.wrappers import GroupWrapper
 from gradwire.interop.work import KEPT, C10dWorkInfo, TorchWork, translate_hook
 from gradwire.runtime.dynamo import untraced
 
@@ -168,12 +166,7 @@ class OverGroup:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of operations submitted from now on."""
-        value = timeout_seconds(f"set_timeout of {self.group}", timeout.total_seconds())
-        group = self.group
-        group.timeout = value
-        while isinstance(group, GroupWrapper):
-            group = group.inner
-            group.timeout = value
+        self.group.set_timeout(timeout.total_seconds())
 
     _set_default_timeout = set_timeout
 

@@ -36,21 +36,13 @@ KEPT, _SMALL = 64, 4096
 OpType: Any = c10d.OpType  # type: ignore[attr-defined]  # torch's stubs leave both out
 WorkResult: Any = c10d.WorkResult  # type: ignore[attr-defined]
 
-NAMES = {
+NAMES = {kind: kind.name for kind in OpKind} | {
     OpKind.ALL_REDUCE: "ALLREDUCE",
-    OpKind.BROADCAST: "BROADCAST",
-    OpKind.REDUCE: "REDUCE",
     OpKind.ALL_GATHER: "ALLGATHER",
     OpKind.ALL_GATHER_INTO_TENSOR: "ALLGATHER_BASE",
-    OpKind.REDUCE_SCATTER: "REDUCE_SCATTER",
     OpKind.REDUCE_SCATTER_TENSOR: "REDUCE_SCATTER_BASE",
     OpKind.ALL_TO_ALL: "ALLTOALL",
     OpKind.ALL_TO_ALL_SINGLE: "ALLTOALL_BASE",
-    OpKind.GATHER: "GATHER",
-    OpKind.SCATTER: "SCATTER",
-    OpKind.SEND: "SEND",
-    OpKind.RECV: "RECV",
-    OpKind.BARRIER: "BARRIER",
 }
 """c10d's names; two of them are private in its OpType."""
 _OP_TYPES = {kind: getattr(OpType, name if hasattr(OpType, name) else f"_{name}") for kind, name in NAMES.items()}
