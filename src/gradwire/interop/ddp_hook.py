@@ -168,11 +168,8 @@ class TorchDdpHook:
 
     def outer_step(self) -> None:
         """Call this after each optimizer step if no optimizer is attached."""
-        if not isinstance(self._hook, OuterHook):
-            return
-        runner = self._communicate()
-        assert runner.outer is not None
-        runner.outer.step_or_abort()
+        if isinstance(self._hook, OuterHook) and (outer := self._communicate().outer) is not None:
+            outer.step_or_abort()
 
     def average_parameters(self) -> None:
         """Average the parameters over all ranks, after a hook that lets them differ."""

@@ -135,12 +135,11 @@ class DivergenceCheck:
         names = {id(p): name for name, p in self._module.named_parameters()}
         tensors: dict[str, Tensor] = dict(self._module.named_parameters())
         tensors |= {name: b for name, b in self._module.named_buffers() if name in self._buffers}
-        for number, p in enumerate(
-            p for g in (self._optimizer.param_groups if self._optimizer else []) for p in g["params"]
-        ):
-            state = self._optimizer.state.get(p, {}) if self._optimizer else {}
-            name = names.get(id(p), f"parameter {number}")
-            tensors |= {f"{key} of {name}": v for key, v in sorted(state.items()) if isinstance(v, Tensor)}
+        if self._optimizer is not None:
+            for number, p in enumerate(p for g in self._optimizer.param_groups for p in g["params"]):
+                name = names.get(id(p), f"parameter {number}")
+                state = sorted(self._optimizer.state.get(p, {}).items())
+                tensors |= {f"{key} of {name}": v for key, v in state if isinstance(v, Tensor)}
         return tensors
 
     def _compare(self) -> list[Difference]:

@@ -39,11 +39,8 @@ class TorchSurface:
 
     module: nn.Module
     group: Group
-    process_group: Any
     replica: Replica
-    reducer: ReducerCompat
     logger: Logger | None
-    device: torch.device
     device_type: str
     dim: int
     find_unused_parameters: bool
