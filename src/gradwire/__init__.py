@@ -18,63 +18,79 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what is named, from `_HOME`
+if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports `_HOME` lists
     from gradwire import (
-        autograd,
-        collectives,
-        errors,
-        events,
-        groups,
-        hooks,
-        integrations,
-        interop,
-        lab,
-        launch,
-        observe,
-        optim,
-        policies,
-        testing,
+        autograd as autograd,
+        collectives as collectives,
+        errors as errors,
+        events as events,
+        groups as groups,
+        hooks as hooks,
+        integrations as integrations,
+        interop as interop,
+        lab as lab,
+        launch as launch,
+        observe as observe,
+        optim as optim,
+        policies as policies,
+        testing as testing,
     )
-    from gradwire.collectives import Collective, OpKind, ReduceOp, Signature
-    from gradwire.elasticity.deal import Deal
+    from gradwire.collectives import (
+        Collective as Collective,
+        OpKind as OpKind,
+        ReduceOp as ReduceOp,
+        Signature as Signature,
+    )
+    from gradwire.elasticity.deal import Deal as Deal
     from gradwire.errors import (
-        ClosedError,
-        CollectiveMismatch,
-        CollectiveTimeout,
-        GradwireError,
-        GroupAborted,
-        GroupError,
-        HookError,
-        InternalError,
-        LayoutError,
-        NonFiniteGradient,
-        PeerLost,
-        ReplicasDiverged,
-        StepError,
-        UsageError,
+        ClosedError as ClosedError,
+        CollectiveMismatch as CollectiveMismatch,
+        CollectiveTimeout as CollectiveTimeout,
+        GradwireError as GradwireError,
+        GroupAborted as GroupAborted,
+        GroupError as GroupError,
+        HookError as HookError,
+        InternalError as InternalError,
+        LayoutError as LayoutError,
+        NonFiniteGradient as NonFiniteGradient,
+        PeerLost as PeerLost,
+        ReplicasDiverged as ReplicasDiverged,
+        StepError as StepError,
+        UsageError as UsageError,
     )
     from gradwire.groups import (
-        C10dGroup,
-        Deadline,
-        Group,
-        GroupKind,
-        GroupWrapper,
-        HierarchicalGroup,
-        Latched,
-        MPIGroup,
-        NanCheck,
-        Recording,
-        SharedMemoryGroup,
-        ThreadGroup,
-        Verified,
-        Work,
-        WorkInfo,
-        register_kind,
+        C10dGroup as C10dGroup,
+        Deadline as Deadline,
+        Group as Group,
+        GroupKind as GroupKind,
+        GroupWrapper as GroupWrapper,
+        HierarchicalGroup as HierarchicalGroup,
+        Latched as Latched,
+        MPIGroup as MPIGroup,
+        NanCheck as NanCheck,
+        Recording as Recording,
+        SharedMemoryGroup as SharedMemoryGroup,
+        ThreadGroup as ThreadGroup,
+        Verified as Verified,
+        Work as Work,
+        WorkInfo as WorkInfo,
+        register_kind as register_kind,
     )
-    from gradwire.interop import HookedGroup, as_process_group, from_process_group, register_backend
-    from gradwire.launch import elastic, init
-    from gradwire.parallel import Balance, DistributedDataParallel, DivergenceCheck, Replica, broadcast_coalesced
-    from gradwire.parallel.replicate import replicate
+    from gradwire.interop import (
+        HookedGroup as HookedGroup,
+        as_process_group as as_process_group,
+        from_process_group as from_process_group,
+        register_backend as register_backend,
+    )
+    from gradwire.launch import elastic as elastic, init as init
+    from gradwire.parallel import (
+        Balance as Balance,
+        DistributedDataParallel as DistributedDataParallel,
+        DivergenceCheck as DivergenceCheck,
+        Replica as Replica,
+        broadcast_coalesced as broadcast_coalesced,
+    )
+    from gradwire.parallel.replicate import replicate as replicate
 
 __version__ = "0.1.0"
 
@@ -93,15 +109,16 @@ _NAMES = {
     "launch": "elastic init",
     "parallel": "Balance DistributedDataParallel DivergenceCheck Replica broadcast_coalesced replicate",
 }
-_HOME = {name: layer for layer, names in _NAMES.items() for name in names.split()}
+_HOME = {layer: layer for layer in _LAYERS.split()}
+_HOME |= {name: home for home, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME and name not in _LAYERS.split():
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = importlib.import_module(f"gradwire.{_HOME.get(name, name)}")
-    _announce_backend()
     if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = importlib.import_module(f"gradwire.{_HOME[name]}")
+    _announce_backend()
+    if _HOME[name] == name:
         return home
     value = globals()[name] = getattr(home, name)
     return value
@@ -117,8 +134,7 @@ def _announce_backend() -> None:
         return
 
     def create(options: Any, backend_options: Any) -> Any:
-        backend = importlib.import_module("gradwire.interop.backend")
-        return backend.create_by_default(options, backend_options)
+        return importlib.import_module("gradwire.interop.backend").creator_of("gradwire")(options, backend_options)
 
     recorded: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())  # see register_backend
     recorded.add("gradwire")
@@ -132,67 +148,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-__all__ = [
-    "Balance",
-    "C10dGroup",
-    "ClosedError",
-    "Collective",
-    "CollectiveMismatch",
-    "CollectiveTimeout",
-    "Deadline",
-    "Deal",
-    "DistributedDataParallel",
-    "DivergenceCheck",
-    "GradwireError",
-    "Group",
-    "GroupAborted",
-    "GroupError",
-    "GroupKind",
-    "GroupWrapper",
-    "HierarchicalGroup",
-    "HookError",
-    "HookedGroup",
-    "InternalError",
-    "Latched",
-    "LayoutError",
-    "MPIGroup",
-    "NanCheck",
-    "NonFiniteGradient",
-    "OpKind",
-    "PeerLost",
-    "Recording",
-    "ReduceOp",
-    "Replica",
-    "ReplicasDiverged",
-    "SharedMemoryGroup",
-    "Signature",
-    "StepError",
-    "ThreadGroup",
-    "UsageError",
-    "Verified",
-    "Work",
-    "WorkInfo",
-    "__version__",
-    "as_process_group",
-    "autograd",
-    "broadcast_coalesced",
-    "collectives",
-    "elastic",
-    "errors",
-    "events",
-    "from_process_group",
-    "groups",
-    "hooks",
-    "init",
-    "integrations",
-    "interop",
-    "lab",
-    "launch",
-    "observe",
-    "optim",
-    "policies",
-    "register_backend",
-    "register_kind",
-    "replicate",
-    "testing",
-]
+__all__ = [*_HOME, "__version__"]

@@ -68,6 +68,10 @@ class UsageTypeError(UsageError, TypeError):
     """A value of the wrong type, where torch raises TypeError."""
 
 
+class UsageRuntimeError(UsageError, RuntimeError):
+    """A mistake where torch raises RuntimeError."""
+
+
 class HookError(UsageError, RuntimeError):
     """A hook broke its contract, or a completion hook raised: names the hook."""
 
@@ -76,14 +80,6 @@ class HookError(UsageError, RuntimeError):
 
 class HookTypeError(HookError, UsageTypeError):
     """An argument that must be a CommHook is something else."""
-
-
-class HookAlreadyRegistered(HookError):
-    """A second hook was registered where torch allows one."""
-
-
-class HookAnnotationError(UsageError):
-    """A hook's annotations contradict the interface. A ValueError, as in torch."""
 
 
 class AutogradHookError(HookError):
@@ -112,60 +108,8 @@ class ClosedError(UsageError, RuntimeError):
     """Something was used after it was closed."""
 
 
-class NoDefaultGroup(UsageError, RuntimeError):
-    """Neither gw.init() nor dist.init_process_group has been called."""
-
-
-class NoBackendError(UsageError, RuntimeError):
-    """The group does not serve this kind of device. torch's callers catch RuntimeError."""
-
-
 class NoSubgroups(UsageError):
     """The group does not make subgroups. All ranks raise it, and the group can still be used."""
-
-
-class MeshError(UsageError, RuntimeError):
-    """A device mesh that data parallelism cannot run on."""
-
-
-class GroupAndMeshGiven(UsageError, RuntimeError):
-    """Both a process group and a device mesh were given."""
-
-
-class NoTrainableParameters(UsageError, RuntimeError):
-    """The module has nothing to average."""
-
-
-class ShardedParameter(UsageError, TypeError):
-    """The module has DTensors."""
-
-
-class UninitializedError(UsageError, RuntimeError):
-    """A parameter has no values yet: a lazy module has not seen an input, or the module is on the meta device."""
-
-
-class TrainingAlreadyStarted(UsageError, RuntimeError):
-    """A setting was changed that is fixed once training has started."""
-
-
-class OverlapNotSupported(UsageError, RuntimeError):
-    """An optimizer that cannot step inside backward."""
-
-
-class CompiledAutograd(UsageError, RuntimeError):
-    """A backward whose gradients are to be averaged runs under compiled autograd."""
-
-
-class UnexpectedLayout(UsageError, RuntimeError):
-    """A sparse gradient where a dense one was expected."""
-
-
-class NotFinalizable(UsageError, RuntimeError):
-    """`finalize_backward()`, or a forward, was called where it is not allowed."""
-
-
-class NotPicklable(UsageError, RuntimeError):
-    """A model was pickled whose process group cannot be found again when it is loaded."""
 
 
 class StepError(GradwireError, RuntimeError):

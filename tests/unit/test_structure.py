@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
-TORCHS_OWN = {"TorchSurface", "PrivateStore", "ProcessGroupBase"}
+TORCHS_OWN = {"TorchSurface", "PrivateStore"}
 """Classes with torch's methods."""
 
 

@@ -33,7 +33,6 @@ from gradwire.runtime.threads import weakly
 _dtype = attrgetter("dtype")
 _OWN_HOOK = "gradwire_accumulated"
 _TABLES = "gradwire hook tables"
-_UNKNOWN: Any = (), ()
 
 
 class GradHooks:
@@ -116,11 +115,11 @@ class GradHooks:
         self._tables = self._tables or {node: _tables(node) for node in self.accumulators}
         found = set()
         for i, node in accumulators.items():
-            parameter, (before, after) = self._parameters[i], self._tables.get(node, _UNKNOWN)
-            sole = (
-                not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks or before) and len(after) == 1
-            )
-            if not sole and has_foreign_hooks(parameter, node):
+            parameter = self._parameters[i]
+            before, after = self._tables.get(node) or _tables(node)
+            on_tensor = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+            only_ours = (len(after) == 1 and node in self.accumulators) or all(map(_is_own, after.values()))
+            if on_tensor or before or not only_ours:
                 found.add(i)
         return found
 
@@ -179,16 +178,13 @@ def on_backward(output: Any, begun: Callable[[], object]) -> bool:
     return 0 < len(hooked) == len(outputs)
 
 
-def has_foreign_hooks(parameter: Tensor, accumulator: Any) -> bool:
-    """Whether anyone but gradwire has a hook on `parameter` or its `accumulator`."""
-    before, after = _tables(accumulator)
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or before:
-        return True
-    return after is not None and [getattr(hook, "__name__", "") for hook in after.values()] != [_OWN_HOOK] * len(after)
+def _is_own(hook: object) -> bool:
+    return getattr(hook, "__name__", "") == _OWN_HOOK
 
 
-def _tables(node: Any) -> tuple[dict[int, Any] | None, ...]:
-    found: tuple[dict[int, Any] | None, ...] | None = node.metadata.get(_TABLES)
+def _tables(node: Any) -> tuple[dict[int, Any], ...]:
+    """The hooks before and after a node. See Note [Tables of a node]."""
+    found: tuple[dict[int, Any], ...] | None = node.metadata.get(_TABLES)
     if found is None:
         handles = [register(lambda *_: None) for register in (node.register_prehook, node.register_hook)]
         found = node.metadata[_TABLES] = tuple(handle.hooks_dict_ref() for handle in handles)

@@ -43,12 +43,11 @@ def after_optimizer_steps(hook: After) -> Handle:
 
 def _register() -> None:
     global _registered
-    if not _registered:
-        with _registering:
-            if not _registered:
-                register_optimizer_step_pre_hook(_call_before)
-                register_optimizer_step_post_hook(_call_after)
-                _registered = True
+    with _registering:
+        if not _registered:
+            register_optimizer_step_pre_hook(_call_before)
+            register_optimizer_step_post_hook(_call_after)
+            _registered = True
 
 
 @untraced_call

@@ -67,19 +67,15 @@ def register_backend(
             )
         check_gradient_hook(f"register_backend({name!r}, hook=...)", hook)
         wrap = partial(HookedGroup, hook=hook)
-    creator = _creator(name.lower(), kind, wrap)
+    creator = creator_of(name.lower(), kind, wrap)
     # torch 2.15 attaches a recorder to the C++ half of every group except those of these backends. Python does not pass through it.
     recorded: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     (recorded.discard if _torch_watches() else recorded.add)(name.lower())
     dist.Backend.register_backend(name, creator, extended_api=True, devices=list(creator.devices))
 
 
-def create_by_default(options: Any, backend_options: object) -> GradwireProcessGroup | GradwireBackend:
-    """The group that torch asks for where `register_backend` was not called: see `gradwire._announce_backend`."""
-    return _creator("gradwire", "gloo", None)(options, backend_options)
-
-
-def _creator(name: str, kind: str | BuildGroup, wrap: Wrap | None) -> _Creator:
+def creator_of(name: str, kind: str | BuildGroup = "gloo", wrap: Wrap | None = None) -> _Creator:
+    """What torch calls for each new group of the backend `name`."""
     if isinstance(kind, str):
         known = find_kind(kind, who=f"register_backend(kind={kind!r})")
     elif callable(kind):
@@ -94,7 +90,7 @@ def _creator(name: str, kind: str | BuildGroup, wrap: Wrap | None) -> _Creator:
 
 @dataclass(frozen=True, slots=True)
 class _Creator:
-    """What torch calls for each new group."""
+    """See `creator_of`."""
 
     name: str
     build: BuildGroup

@@ -25,7 +25,6 @@ from gradwire.autograd.backward_end import at_backward_end
 from gradwire.errors import HookError, UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
-from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.periodic.base import OuterHook, check_outer
@@ -61,12 +60,11 @@ def as_torch_hook(
     which need the names, and parameters that are equal on all ranks, `attach_optimizer(optimizer)`, `outer_step()` and
     `average_parameters()`. With `nonfinite`, backward checks gradients and averages for NaN and infinity, which needs the names.
     """
-    check_hooks("as_torch_hook", hook=hook)
+    check_outer(hook, "as_torch_hook")
     if group is not None and not isinstance(group, Group):
         raise UsageTypeError(
             f"as_torch_hook({hook!r}, {group!r}): not a gradwire Group. Pass gw.from_process_group(pg), or no group for WORLD's."
         )
-    check_outer(hook, "as_torch_hook")
     named = [(plain_name(name), parameter) for name, parameter in named_parameters]
     checks = StepChecks(named, nonfinite, doing=f"as_torch_hook({hook!r}, nonfinite=...)")
     return TorchDdpHook(hook, group, named, checks)
@@ -113,7 +111,6 @@ class TorchDdpHook:
         group = self._own.get(self._device, state)
         if runner.group is not group:
             runner.move_to_group(group)
-            self._events = None
         if self._events is None:
             self._events = ModelEvents(group)
         return runner
@@ -171,18 +168,13 @@ class TorchDdpHook:
 
     def outer_step(self) -> None:
         """Call this after each optimizer step if no optimizer is attached."""
-        if not isinstance(self._hook, OuterHook):
-            return
-        runner = self._communicate()
-        assert runner.outer is not None
-        runner.outer.step_or_abort()
+        if isinstance(self._hook, OuterHook) and (outer := self._communicate().outer) is not None:
+            outer.step_or_abort()
 
     def average_parameters(self) -> None:
         """Average the parameters over all ranks, after a hook that lets them differ."""
         if isinstance(self._hook, OuterHook):
-            outer = self._communicate().outer
-            assert outer is not None
-            outer.average()
+            self._communicate().average_parameters()
 
     def close(self) -> None:
         """Close the hook's group now. Otherwise it is closed with DDP, which torch never frees if a hook has raised."""
@@ -282,20 +274,13 @@ class _OwnGroup:
     def get(self, device: torch.device, state: Any = None) -> Group:
         """The group to communicate over. The first call is a collective: every rank makes it at the same point."""
         original = self.original(state)
-        if self._made is None:
-            self._made = self._duplicate(original, device)
+        if self._made is None and original.size > 1 and not original.orders_streams(device):
+            try:
+                self._made = original.split(0)
+            except UsageError:  # the same on every rank: it depends only on the kind of group
+                self.overlaps = False
+        self._made = self._made or original
         return self._made
-
-    def _duplicate(self, group: Group, device: torch.device) -> Group:
-        if group.size == 1 or group.orders_streams(device):
-            return group
-        try:
-            part = group.split(0)
-        except UsageError:  # the same on every rank: it depends only on the kind of group
-            self.overlaps = False
-            return group
-        assert part is not None  # every rank passed a color
-        return part
 
     def close(self) -> None:
         """Close the duplicate; a group that was given stays open."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from gradwire.errors import MeshError, NoDefaultGroup
+from gradwire.errors import UsageRuntimeError
 from gradwire.groups.base import Group
 from gradwire.interop.process_group import GradwireProcessGroup, as_process_group
 
@@ -70,7 +70,7 @@ def default_process_group(*, instead: str = "DistributedDataParallel(model, proc
     if world is not None:
         return as_process_group(world)
     if not dist.is_initialized():
-        raise NoDefaultGroup(
+        raise UsageRuntimeError(
             "Default process group has not been initialized, please make sure to call init_process_group, or gw.init(). "
             f"Or pass your own group: {instead}."
         )
@@ -91,10 +91,3 @@ def backend_name(pg: Any) -> str:
         return str(dist.get_backend(pg))
     except (ValueError, RuntimeError, TypeError):
         return str(getattr(pg, "name", lambda: type(pg).__name__)())
-
-
-def mesh_group(mesh: Any) -> Any:
-    """The process group of a one-dimensional device mesh."""
-    if mesh.ndim != 1:
-        raise MeshError(f"Only 1D device mesh is supported, but got {mesh}.")
-    return mesh.get_group(mesh_dim=0)

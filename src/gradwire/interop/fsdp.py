@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,53 +29,45 @@ from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.interop.checkpointed_hook import CheckpointedHook
 from gradwire.interop.fsdp_checks import IN_A_SHARD, OF_A_RANK, CheckedModule, FsdpChecks
 from gradwire.interop.process_group_base import translate_reduce_op
-from gradwire.recorder import writer
-from gradwire.recorder.format import RecordKind
 from gradwire.reducer.buckets.layout import plain_name
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.model_events import ModelEvents
 
 
-class FsdpHook(CheckpointedHook):
-    """One hook on the shards of one FSDP module. Call it with the flat tensor, which is reduced in place.
+class FsdpReduction(CheckpointedHook):
+    """One hook on the gradients of one FSDP module."""
 
-    With `rows`, the number of ranks, the tensor has a row for each, and the result is this rank's.
-    """
+    _doing: ClassVar[str]
+    _advice: ClassVar[str]
+    _scatters: ClassVar[bool]
+    """Whether what it reduces has a row for each rank, and the result is this rank's."""
 
     def __init__(
-        self,
-        hook: CommHook,
-        group: Group,
-        parts: Sequence[tuple[str, tuple[int, ...]]],
-        *,
-        like: Tensor,
-        doing: str,
-        rows: int = 1,
+        self, hook: CommHook, group: Group, named_parameters: Iterable[tuple[str, Tensor]], checks: FsdpChecks | None
     ) -> None:
+        doing = self._doing
         check_hooks(doing, hook=hook)
         if hook.local:
             raise UsageError(
                 f"{doing}({hook!r}): it averages parameters after the optimizer's step, not gradients. Use "
                 "outer_steps_on_shards, or a hook that averages gradients."
             )
+        named = [(plain_name(name), parameter) for name, parameter in named_parameters]
+        parts = [(name, _shard_shape(name, p, doing)) for name, p in named]
+        if self._scatters:
+            parts = [(f"{name} (shard {r})", shape) for r in range(group.size) for name, shape in parts]
+        like = named[0][1] if named else torch.empty(0, device="cpu")
         if parts:  # checked again with the first gradient, which may have another dtype
             hook.check(_bucket(parts, 0, like))
+        self._parts: Sequence[tuple[str, tuple[int, ...]]] = parts
+        self._rows = group.size if self._scatters else 1
+        self._device = like.device
         self._runner = HookRunner(hook, group)
         self._events = ModelEvents(group)
-        self._check: tuple[FsdpChecks, CheckedModule] | None = None
-        self._parts = tuple(parts)
-        self._rows = rows
-        self._device = like.device
-        self._doing = doing
         self._warned = False
-
-    def check_with(self, checks: FsdpChecks, parameters: Sequence[Tensor], *, advice: str) -> None:
-        """Let `checks` look at everything that is reduced, of these parameters."""
-        self._check = checks, checks.add(self._runner, self._parts, parameters, advice)
-
-    def __call__(self, flat: Tensor) -> None:
-        """Average `flat` over the group, in place."""
-        flat.copy_(self.reduced(flat))
+        self._check: tuple[FsdpChecks, CheckedModule] | None = None
+        if checks is not None:
+            self._check = checks, checks.add(self._runner, parts, [p for _, p in named], self._advice)
 
     @torch.no_grad()
     def reduced(self, flat: Tensor) -> Tensor:
@@ -84,13 +76,8 @@ class FsdpHook(CheckpointedHook):
         self._runner.states.next_step()
         # On CUDA this runs on FSDP's own stream, which the wait for each collective orders.
         runner, spec = self._runner, self._spec(flat)
-        events, step = self._events, runner.step
-        events.bucket(RecordKind.BUCKET_FULL, spec, step)
-        events.bucket(RecordKind.BUCKET_LAUNCHED, spec, step, hook=runner.name)
-        with writer.within(events.place(step, spec.index)):
-            result = self._run(GradBucket(spec, flat, (), is_last=True))
-        events.bucket(RecordKind.BUCKET_REDUCED, spec, step)
-        return result
+        with self._events.reduction(spec, runner.step, hook=runner.name):
+            return self._run(GradBucket(spec, flat, (), is_last=True))
 
     def _run(self, bucket: GradBucket) -> Tensor:
         reduce = self._runner.run if self._rows == 1 else self._runner.run_scattered
@@ -126,7 +113,19 @@ class FsdpHook(CheckpointedHook):
         return _bucket(parts, 0 if parts is self._parts else flat.numel(), flat)
 
     def __repr__(self) -> str:
-        return f"FsdpHook({self._runner.hook!r}, {self._runner.group})"
+        return f"{type(self).__name__}({self._runner.hook!r}, {self._runner.group})"
+
+
+class FsdpHook(FsdpReduction):
+    """See `as_fsdp_hook`. Call it with the flat tensor, which is reduced in place."""
+
+    _doing = "as_fsdp_hook"
+    _advice = IN_A_SHARD
+    _scatters = False
+
+    def __call__(self, flat: Tensor) -> None:
+        """Average `flat` over the group, in place."""
+        flat.copy_(self.reduced(flat))
 
 
 def as_fsdp_hook(
@@ -144,21 +143,15 @@ def as_fsdp_hook(
     2-D mesh or FSDP2's `replicate()`; with them that is refused.
     `checks`, one for all modules of the model, look for NaN and infinity.
     """
-    named = [(plain_name(name), parameter) for name, parameter in named_parameters]
-    parts = [(name, _shard_shape(name, p, "as_fsdp_hook")) for name, p in named]
-    made = FsdpHook(hook, group, parts, like=_first(named), doing="as_fsdp_hook")
-    if checks is not None:
-        made.check_with(checks, [p for _, p in named], advice=IN_A_SHARD)
-    return made
+    return FsdpHook(hook, group, named_parameters, checks)
 
 
-class FsdpReduceScatter(CheckpointedHook):
+class FsdpReduceScatter(FsdpReduction):
     """See `as_fsdp_reduce_scatter`. It has the two methods of torch's `ReduceScatter`."""
 
-    def __init__(self, inner: FsdpHook, group: Group) -> None:
-        self._inner = inner
-        self._runner = inner._runner
-        self._group = group
+    _doing = "as_fsdp_reduce_scatter"
+    _advice = OF_A_RANK
+    _scatters = True
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the full gradient, and for its shard."""
@@ -168,19 +161,16 @@ class FsdpReduceScatter(CheckpointedHook):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """Average the full gradient with the hook, and keep this rank's shard."""
-        size = self._group.size
+        size = self._runner.group.size
         kind, factor = translate_reduce_op(op)
         if kind not in (ReduceOp.AVG, ReduceOp.SUM, ReduceOp.PREMUL_SUM) or async_op or group.size() != size:
             raise UsageError(
-                f"as_fsdp_reduce_scatter: FSDP requests {op} over {group.size()} ranks, async_op={async_op}, but this hook "
+                f"{self._doing}: FSDP requests {op} over {group.size()} ranks, async_op={async_op}, but this hook "
                 f"averages or sums over {size} ranks, synchronously. Pass the group that the module is sharded over."
             )
-        output_tensor.copy_(self._inner.reduced(input_tensor))
+        output_tensor.copy_(self.reduced(input_tensor))
         if kind is not ReduceOp.AVG:
             output_tensor.mul_(size if factor is None else size * factor)
-
-    def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self._inner.load_hook_state_dict(saved)
 
 
 def as_fsdp_reduce_scatter(
@@ -196,13 +186,7 @@ def as_fsdp_reduce_scatter(
     FSDP keeps a shard: it pays off if it compresses more than twofold. `group` is the shards' group. `checks`, one for all modules
     of the model, look for NaN and infinity.
     """
-    named = [(plain_name(name), parameter) for name, parameter in named_parameters]
-    shards = [(name, _shard_shape(name, p, "as_fsdp_reduce_scatter")) for name, p in named]
-    parts = [(f"{name} (shard {r})", shape) for r in range(group.size) for name, shape in shards]
-    inner = FsdpHook(hook, group, parts, like=_first(named), doing="as_fsdp_reduce_scatter", rows=group.size)
-    if checks is not None:
-        inner.check_with(checks, [p for _, p in named], advice=OF_A_RANK)
-    return FsdpReduceScatter(inner, group)
+    return FsdpReduceScatter(hook, group, named_parameters, checks)
 
 
 def fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, list[tuple[str, nn.Parameter]]]]:
@@ -223,10 +207,6 @@ def fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, list[tuple[str, nn.
             named = [(names[parameter], parameter) for parameter in together if parameter in names]
             owned.update((parameter, (module, named)) for _, parameter in named)
     yield from {id(owned[parameter][1]): owned[parameter] for parameter in names if parameter in owned}.values()
-
-
-def _first(named: Sequence[tuple[str, Tensor]]) -> Tensor:
-    return named[0][1] if named else torch.empty(0, device="cpu")
 
 
 def _bucket(parts: Sequence[tuple[str, tuple[int, ...]]], index: int, like: Tensor) -> BucketSpec:

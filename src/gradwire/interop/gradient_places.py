@@ -11,6 +11,7 @@ to lengths and dtypes.
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ class GradientPlaces:
         """The numbers after which another gradient was learned."""
         self._backwards = self._learned_later = 0
         self._now: list[tuple[int, str]] = []
-        self._departed: dict[tuple[tuple[int, str], ...], None] = {}
+        self._departed: deque[tuple[tuple[int, str], ...]] = deque(maxlen=2 * self._LEARNED_LATER)
         """Backwards that departed from what was learned: the last ones."""
         self._at: int | None = -1
         """The number of the last gradient; None after a departure."""
@@ -50,11 +51,9 @@ class GradientPlaces:
                 self._at = -1
                 for what in last:
                     self._at = self._number(*what, learn=True)
-                del self._departed[last]
+                self._departed.remove(last)
             else:
-                self._departed[last] = None
-                while len(self._departed) > 2 * self._LEARNED_LATER:
-                    del self._departed[next(iter(self._departed))]
+                self._departed.append(last)
         elif last and self._at in self._followed:
             self._warn(f"the last one ended after {len(last)}")
         self._backwards += 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,6 @@ from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.dense import Mean
 from gradwire.interop.checkpointed_hook import CheckpointedHook
 from gradwire.interop.gradient_places import GradientPlaces
-from gradwire.recorder import writer
-from gradwire.recorder.format import RecordKind
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.model_events import ModelEvents
 
@@ -79,7 +77,7 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
         self.hook = hook
         self._steps_of_hook = _Steps(inner)
         self._runner = HookRunner(hook, self._steps_of_hook)
-        self._model = ModelEvents(inner)
+        self._events = ModelEvents(inner)
         self._places = GradientPlaces(hook)
         self._running: dict[int, object] = {}
         """The outermost backwards that run, by their threads. Graph tasks of re-entrant ones are parts of them."""
@@ -108,8 +106,8 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
         t = op.inputs[0]
         return t.dtype.is_floating_point and not t.is_sparse and t.numel() > 0
 
-    def _bucket(self, op: Collective) -> _Gradient:
-        """The next gradient of this backward, or the first one of a new backward."""
+    def _next_gradient(self, op: Collective) -> Callable[[], None]:
+        """Reduces the next gradient of this backward, or the first one of a new backward."""
         running = dict(self._running)
         backward = running.get(threading.get_ident()) or torch._C._current_graph_task_id()
         if len(running) == 1:  # perhaps in a thread of the engine
@@ -118,16 +116,16 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
         if begins:
             self._reduced_in = backward
             self._places.begin()
-        return _Gradient(op, self._places.next(op.inputs[0]), begins)
+        return partial(self._run_hook, op, self._places.next(op.inputs[0]), begins)
 
     def submit(self, op: Collective) -> Work:
         if op.kind.is_p2p:
             return self._pass_through(op)
         with self._order:
-            gradient = self._bucket(op) if self._is_gradient(op) else None
+            gradient = self._next_gradient(op) if self._is_gradient(op) else None
             if op.device.type == "cuda":
                 self._drain()
-                return self._pass_through(op) if gradient is None else self._reduce_on_stream(gradient)
+                return self._pass_through(op) if gradient is None else self._reduce_on_stream(op, gradient)
             if gradient is None and self._worker.idle:
                 return self._pass_through(op)
             work = self.begin(op)
@@ -150,14 +148,14 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
             work.fail(error)
         return work
 
-    def _reduce(self, gradient: _Gradient, work: Work) -> None:
+    def _reduce(self, gradient: Callable[[], None], work: Work) -> None:
         """On the worker's thread."""
         if work.is_completed():  # aborted
             return
         work.ledger.started(work, time.perf_counter())
         self._steps_of_hook.of(work, self.steps)
         try:
-            gradient.reduce(self._runner, self._model)
+            gradient()
             work.finish()
         except CollectiveTimeout as error:
             work.fail(self.late(work, error))
@@ -167,14 +165,36 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
             self._steps_of_hook.of(None, self.steps)
             self.steps.pop(work.seq, None)
 
-    def _reduce_on_stream(self, gradient: _Gradient) -> Work:
-        work = self.begin(gradient.op, C10dWork)
+    def _reduce_on_stream(self, op: Collective, gradient: Callable[[], None]) -> Work:
+        work = self.begin(op, C10dWork)
         try:
-            gradient.reduce(self._runner, self._model)
+            gradient()
             work.watch_stream(self._poller)
         except BaseException as error:
             self._failed(work, error)
         return work
+
+    @torch.no_grad()
+    def _run_hook(self, op: Collective, spec: BucketSpec, begins: bool) -> None:
+        """Reduce a gradient, the first of a backward if it `begins`, and write the result where the caller expects it."""
+        runner = self._runner
+        if begins:
+            runner.states.next_step()
+        scatters = op.kind is OpKind.REDUCE_SCATTER_TENSOR
+        flat = op.inputs[0].contiguous().view(-1)
+        if scatters and flat.data_ptr() == op.inputs[0].data_ptr():
+            flat = flat.clone()  # the hook may overwrite it, and it is the caller's
+        if op.factor is not None:
+            flat.mul_(op.factor)
+        bucket, output = GradBucket(spec, flat, (), is_last=False), op.outputs[0]
+        with self._events.reduction(spec, runner.step, hook=runner.name):
+            if scatters:
+                value = runner.run_scattered(bucket)
+            else:
+                value = runner.start(bucket).wait() if flat.is_cuda else runner.run(bucket)
+            output.copy_(value.view(output.shape))
+            if op.reduce_op is not ReduceOp.AVG:
+                output.mul_(runner.group.size)
 
     def _failed(self, work: Work, error: BaseException) -> None:
         work.fail(error)
@@ -210,41 +230,6 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
         super()._release()
         self._runner.close()
         self._poller_finalizer()
-
-
-class _Gradient:
-    """An operation whose tensor is a gradient."""
-
-    def __init__(self, op: Collective, spec: BucketSpec, begins: bool) -> None:
-        self.op = op
-        self._spec = spec
-        self._begins = begins
-        """Whether it is the first of a backward."""
-
-    @torch.no_grad()
-    def reduce(self, runner: HookRunner, events: ModelEvents) -> None:
-        """Run the hook, and write the result where the caller expects it."""
-        op, spec = self.op, self._spec
-        if self._begins:
-            runner.states.next_step()
-        scatters = op.kind is OpKind.REDUCE_SCATTER_TENSOR
-        flat = op.inputs[0].contiguous().view(-1)
-        if scatters and flat.data_ptr() == op.inputs[0].data_ptr():
-            flat = flat.clone()  # the hook may overwrite it, and it is the caller's
-        if op.factor is not None:
-            flat.mul_(op.factor)
-        bucket, step, output = GradBucket(spec, flat, (), is_last=False), runner.step, op.outputs[0]
-        events.bucket(RecordKind.BUCKET_FULL, spec, step)
-        events.bucket(RecordKind.BUCKET_LAUNCHED, spec, step, hook=runner.name)
-        with writer.within(events.place(step, spec.index)):
-            if scatters:
-                value = runner.run_scattered(bucket)
-            else:
-                value = runner.start(bucket).wait() if flat.is_cuda else runner.run(bucket)
-        output.copy_(value.view(output.shape))
-        if op.reduce_op is not ReduceOp.AVG:
-            output.mul_(runner.group.size)
-        events.bucket(RecordKind.BUCKET_REDUCED, spec, step)
 
 
 class _Passed(Work):

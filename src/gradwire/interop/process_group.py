@@ -5,6 +5,10 @@ Python code (`dist.*`, FSDP2, ZeRO) calls these methods directly. C++ (the DDP r
 functions of c10d::ProcessGroup, of which torch forwards only some to Python: docs/interop.md lists both. The rest looks for a
 backend, which we have since torch 2.15: see Note [A process group and its backend] in `torch_backend.py`.
 
+Note [The group is its own backend]
+torch asks a process group for the C++ backend of a device to query its capabilities. This group has none; it returns itself, and
+reports no special capability except allocating tensors.
+
 Note [Why there is no new_group]
 torch would call it with neither the requested backend nor whether the ranks outside the new group take part. Without the method it
 creates a group over the store, which gets both right.
@@ -13,36 +17,132 @@ creates a group over the store, which gets both right.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, Store
+from torch._C._distributed_c10d import Backend, PrefixStore, Store
 
-from gradwire.errors import UsageError, UsageTypeError
+from gradwire.collectives import Collective
+from gradwire.errors import UsageError, UsageRuntimeError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
 from gradwire.interop.c10d_methods import C10dMethods
-from gradwire.interop.process_group_base import ProcessGroupBase
+from gradwire.interop.operation_hooks import OperationHooks
+from gradwire.interop.process_group_base import OverGroup, Settings
 from gradwire.interop.torch_backend import PYTHON_BACKENDS, GradwireBackend
+from gradwire.interop.work import TorchWork
 from gradwire.runtime.dynamo import untraced
 
 
 @untraced
-class GradwireProcessGroup(C10dMethods, ProcessGroupBase):  # type: ignore[misc]
+class GradwireProcessGroup(C10dMethods, OperationHooks, dist.ProcessGroup):  # type: ignore[misc]
     """A gradwire group as torch sees it. Made by `as_process_group`; `.group` is the gradwire group."""
 
     supports_splitting = PYTHON_BACKENDS  # before, torch asked for a backend in C++
+    supports_coalescing = False
+    supports_completion_hooks = False  # of C++ only; see _register_on_completion_hook
 
     def __init__(self, group: Group, *, devices: Sequence[str], backend_name: str, store: Store | None) -> None:
-        super().__init__(group, devices=devices, backend_name=backend_name, store=store)
+        # torch's other constructor, with a store, cannot make an instance of a Python subclass.
+        dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]
+        OperationHooks.__init__(self)
+        OverGroup.__init__(self, group, devices, backend_name)
+        self._store = store
+        self._name = group.name
+        self._desc = "undefined"
         if PYTHON_BACKENDS:
             kind = dist.ProcessGroup.BackendType.CUSTOM
-            how: Any = {"devices": devices, "backend_name": backend_name, "coalescing": self._coalescing}
-            backend = GradwireBackend(group, **how)
-            for device in self._devices:
+            backend = GradwireBackend(group, devices=devices, backend_name=backend_name, coalescing=self._coalescing)
+            for device in self._device_types:
                 self._register_backend(device, kind, backend)
             self._set_default_backend(kind)
+
+    def submit(self, settings: Settings, *ops: Collective) -> TorchWork:
+        op_id = self._fire_pre_hooks(ops, settings.async_op) if self._pre_hooks or self._post_hooks else 0
+        work = super().submit(settings, *ops)
+        if self._post_hooks:
+            self._fire_post_hooks(ops, settings.async_op, op_id, work)
+        return work
+
+    def abort(self) -> None:
+        try:
+            self._fire_abort_hooks()
+        finally:
+            super().abort()
+
+    def shutdown(self) -> None:
+        """Close the group and release the store."""
+        self._store = None  # torch may keep the process group: default arguments of torch.distributed.nn.functional do
+        super().shutdown()
+
+    # -- names: C++ calls these methods, and torch's Python properties (name, group_name, …) go through C++ ---------------
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        self._desc = desc
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    # -- capabilities --------------------------------------------------------------------------------------------------
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(device) for device in self._devices]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Itself: see Note [The group is its own backend]."""
+        if device.type not in self._devices:
+            raise UsageRuntimeError(
+                f"{self.group} serves {', '.join(self._devices)}, not {device}. "
+                "Pass devices= to as_process_group if the group can move tensors there."
+            )
+        return self
+
+    get_backend = _get_backend
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> Any:
+        """A process group of these `new_ranks` of this one, in this order; None on the other ranks, which need not call it."""
+        ranks = [int(rank) for rank in new_ranks]
+        if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= rank < self.group.size for rank in ranks):
+            raise UsageError(
+                f"split_group of {self.group} into {ranks}: pass distinct ranks from 0 to {self.group.size - 1}."
+            )
+        if self.group.rank not in ranks:
+            return None
+        name = group_name or self._name_part(self._name, ranks)
+        part = type(self)(
+            self.group.subgroup(ranks, name=name),
+            devices=self._devices if device_types is None else [device.type for device in device_types],
+            backend_name=self._backend_name,
+            store=None if self._store is None else PrefixStore(f"{name}/", self._store),
+        )
+        part.setGroupName(name)
+        part.setGroupDesc(group_desc or f"{self._desc}:split")
+        if timeout is not None:
+            part.set_timeout(timeout)
+        return part
+
+    def __repr__(self) -> str:
+        return f"<{self._backend_name} process group {self._name!r} over {self.group}>"
 
 
 def as_process_group(

@@ -1,12 +1,7 @@
-"""What torch asks of a process group besides collectives: `OverGroup`, what process groups and backends have in common (lifetime,
-timeouts, coalescing, sequence numbers); `ProcessGroupBase`, names, hooks and splitting of a process group; and `read_settings`,
-which parses the arguments of c10d's collectives other than tensors.
+"""What torch asks of process groups and of backends besides collectives: `OverGroup` (lifetime, timeouts, coalescing, sequence
+numbers), and `read_settings`, which parses the arguments of c10d's collectives other than tensors.
 
-The collectives are in `c10d_methods.py`. All wrap one gradwire group.
-
-Note [The group is its own backend]
-torch asks a process group for the C++ backend of a device to query its capabilities. This group has none; it returns itself, and
-reports no special capability except allocating tensors.
+The collectives are in `c10d_methods.py`.
 """
 
 from __future__ import annotations
@@ -23,16 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from gradwire.collectives import Collective, ReduceOp
-from gradwire.collectives.timeouts import timeout_seconds
-from gradwire.errors import NoBackendError, UsageError, UsageTypeError
+from gradwire.errors import UsageError, UsageTypeError
 from gradwire.events import Handle
 from gradwire.groups.base import Group
 from gradwire.groups.work import Work
-from gradwire.groups.wrappers import GroupWrapper
-from gradwire.interop.operation_hooks import OperationHooks
 from gradwire.interop.work import KEPT, C10dWorkInfo, TorchWork, translate_hook
 from gradwire.runtime.dynamo import untraced
 
@@ -118,10 +109,14 @@ class OverGroup:
     supports_reconfigure = False
     supports_window = False
 
-    def __init__(self, group: Group, backend_name: str, coalescing: list[list[Work]] | None = None) -> None:
+    def __init__(
+        self, group: Group, devices: Sequence[str], backend_name: str, coalescing: list[list[Work]] | None = None
+    ) -> None:
         """`coalescing` are the blocks that were begun, of a process group and its backend alike."""
         self.group = group
+        self._devices = tuple(torch.device(device).type for device in devices)
         self._backend_name = backend_name
+        self._parts: Counter[tuple[int, ...]] = Counter()
         self._sequence = 0
         self._coalescing: list[list[Work]] = [] if coalescing is None else coalescing
         self._dropped: deque[TorchWork] = deque(maxlen=KEPT)
@@ -150,6 +145,15 @@ class OverGroup:
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.group.allocate(size, dtype=dtype, device=device)
 
+    def supports_tensor_alloc(self, device: torch.device | int) -> bool:
+        """True for the devices it serves: FSDP2 can then allocate its buffers from the group. C++ asks for a CUDA device."""
+        return ("cuda" if isinstance(device, int) else device.type) in self._devices
+
+    def _name_part(self, name: str, ranks: Sequence[int]) -> str:
+        """The name of another subgroup of these ranks, of the group called `name`."""
+        self._parts[tuple(ranks)] += 1
+        return f"{name}/{'.'.join(map(str, ranks))}.{self._parts[tuple(ranks)]}"
+
     # -- lifetime ------------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
@@ -162,12 +166,7 @@ class OverGroup:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of operations submitted from now on."""
-        value = timeout_seconds(f"set_timeout of {self.group}", timeout.total_seconds())
-        group = self.group
-        group.timeout = value
-        while isinstance(group, GroupWrapper):
-            group = group.inner
-            group.timeout = value
+        self.group.set_timeout(timeout.total_seconds())
 
     _set_default_timeout = set_timeout
 
@@ -223,115 +222,3 @@ class OverGroup:
 
     def _set_sequence_number_for_group(self) -> None:
         """A no-op: every rank counts from 0."""
-
-
-@untraced
-class ProcessGroupBase(OverGroup, OperationHooks, dist.ProcessGroup):
-    """The names and lifetime of a gradwire group as torch sees them."""
-
-    supports_splitting = False
-    supports_coalescing = False
-    supports_completion_hooks = False  # of C++ only; see _register_on_completion_hook
-
-    def __init__(self, group: Group, *, devices: Sequence[str], backend_name: str, store: Store | None) -> None:
-        # torch's other constructor, with a store, cannot make an instance of a Python subclass.
-        dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]
-        OperationHooks.__init__(self)
-        OverGroup.__init__(self, group, backend_name)
-        self._store = store
-        self._devices = [torch.device(device) for device in devices]
-        self._name = group.name
-        self._desc = "undefined"
-        self._parts: Counter[tuple[int, ...]] = Counter()
-
-    def submit(self, settings: Settings, *ops: Collective) -> TorchWork:
-        op_id = self._fire_pre_hooks(ops, settings.async_op) if self._pre_hooks or self._post_hooks else 0
-        work = super().submit(settings, *ops)
-        if self._post_hooks:
-            self._fire_post_hooks(ops, settings.async_op, op_id, work)
-        return work
-
-    def abort(self) -> None:
-        try:
-            self._fire_abort_hooks()
-        finally:
-            super().abort()
-
-    def shutdown(self) -> None:
-        """Close the group and release the store."""
-        self._store = None  # torch may keep the process group: default arguments of torch.distributed.nn.functional do
-        super().shutdown()
-
-    # -- names: C++ calls these methods, and torch's Python properties (name, group_name, …) go through C++ ---------------
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    def getGroupDesc(self) -> str:
-        return self._desc
-
-    def setGroupDesc(self, desc: str) -> None:
-        self._desc = desc
-
-    def get_group_store(self) -> Any:
-        return self._store
-
-    # -- capabilities --------------------------------------------------------------------------------------------------
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return list(self._devices)
-
-    def _get_backend(self, device: torch.device) -> Any:
-        """Itself: see Note [The group is its own backend]."""
-        if all(device.type != own.type for own in self._devices):
-            raise NoBackendError(
-                f"{self.group} serves {', '.join(str(own) for own in self._devices)}, not {device}. "
-                "Pass devices= to as_process_group if the group can move tensors there."
-            )
-        return self
-
-    get_backend = _get_backend
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """True for the devices it serves: FSDP2 can then allocate its buffers from the group."""
-        return any(device.type == own.type for own in self._devices)
-
-    def split_group(
-        self,
-        new_ranks: Sequence[int],
-        timeout: timedelta | None = None,
-        opts: object = None,
-        group_name: str | None = None,
-        group_desc: str | None = None,
-        device_types: Sequence[torch.device] | None = None,
-    ) -> Any:
-        """A process group of these `new_ranks` of this one, in this order; None on the other ranks, which need not call it."""
-        ranks = [int(rank) for rank in new_ranks]
-        if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= rank < self.group.size for rank in ranks):
-            raise UsageError(
-                f"split_group of {self.group} into {ranks}: pass distinct ranks from 0 to {self.group.size - 1}."
-            )
-        if self.group.rank not in ranks:
-            return None
-        key = tuple(ranks)
-        self._parts[key] += 1
-        name = group_name or f"{self._name}/{'.'.join(map(str, ranks))}.{self._parts[key]}"
-        devices = self._devices if device_types is None else device_types
-        part = type(self)(
-            self.group.subgroup(ranks, name=name),
-            devices=[device.type for device in devices],
-            backend_name=self._backend_name,
-            store=None if self._store is None else PrefixStore(f"{name}/", self._store),
-        )
-        part.setGroupName(name)
-        part.setGroupDesc(group_desc or f"{self._desc}:split")
-        if timeout is not None:
-            part.set_timeout(timeout)
-        return part
-
-    def __repr__(self) -> str:
-        return f"<{self._backend_name} process group {self._name!r} over {self.group}>"

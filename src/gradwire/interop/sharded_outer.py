@@ -44,8 +44,7 @@ class ShardedOuterSteps(CheckpointedHook):
 
     def average_parameters(self) -> None:
         """Average the parameters over all islands, after a hook that lets them differ. Every rank calls it."""
-        assert self._runner.outer is not None
-        self._runner.outer.average()
+        self._runner.average_parameters()
 
     def close(self) -> None:
         """Do nothing any more after the optimizer's steps."""

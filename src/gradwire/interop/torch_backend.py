@@ -10,12 +10,10 @@ So it is not the only form.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch._C._distributed_c10d import Backend, Store
 
 from gradwire.errors import UsageError
@@ -49,19 +47,13 @@ class GradwireBackend(C10dMethods, Backend):
         self, group: Group, *, devices: Sequence[str], backend_name: str, coalescing: list[list[Work]] | None = None
     ) -> None:
         Backend.__init__(self, group.rank, group.size)
-        OverGroup.__init__(self, group, backend_name, coalescing)
-        self._devices = tuple(devices)
+        OverGroup.__init__(self, group, devices, backend_name, coalescing)
         self._options = Backend.Options(backend_name, timedelta(seconds=group.timeout))
-        self._parts: Counter[tuple[int, ...]] = Counter()
 
     @property
     def options(self) -> Any:
         """torch copies them for the parts of a split."""
         return self._options
-
-    def supports_tensor_alloc(self, device: torch.device | int) -> bool:
-        """True for the devices it serves: FSDP2 can then allocate its buffers from the group. C++ asks for a CUDA device."""
-        return ("cuda" if isinstance(device, int) else device.type) in self._devices
 
     def split(self, store: Store, ranks: Sequence[int], options: Any) -> GradwireBackend:
         """The backend of these ranks. Only they may call it: torch has no result for the others."""
@@ -71,22 +63,15 @@ class GradwireBackend(C10dMethods, Backend):
                 f"split_group of {self.group} into {ranks} on rank {self.group.rank}: torch needs every rank in one of the parts. "
                 "Pass split_ranks that contain all ranks, or use dist.new_group."
             )
-        self._parts[tuple(ranks)] += 1
-        name = f"{self.group.name}/{'.'.join(map(str, ranks))}.{self._parts[tuple(ranks)]}"
-        part = GradwireBackend(
-            self.group.subgroup(ranks, name=name), devices=self._devices, backend_name=self._backend_name
-        )
+        subgroup = self.group.subgroup(ranks, name=self._name_part(self.group.name, ranks))
+        part = GradwireBackend(subgroup, devices=self._devices, backend_name=self._backend_name)
         if options is not None:
             part.set_timeout(options._timeout)
         return part
 
     # C++ calls these without a device.
-
-    def start_coalescing(self) -> None:
-        self._start_coalescing()
-
-    def end_coalescing(self) -> Any:
-        return self._end_coalescing()
+    start_coalescing = OverGroup._start_coalescing
+    end_coalescing = OverGroup._end_coalescing
 
     def __repr__(self) -> str:
         return f"<{self._backend_name} backend over {self.group}>"

@@ -36,21 +36,13 @@ KEPT, _SMALL = 64, 4096
 OpType: Any = c10d.OpType  # type: ignore[attr-defined]  # torch's stubs leave both out
 WorkResult: Any = c10d.WorkResult  # type: ignore[attr-defined]
 
-NAMES = {
+NAMES = {kind: kind.name for kind in OpKind} | {
     OpKind.ALL_REDUCE: "ALLREDUCE",
-    OpKind.BROADCAST: "BROADCAST",
-    OpKind.REDUCE: "REDUCE",
     OpKind.ALL_GATHER: "ALLGATHER",
     OpKind.ALL_GATHER_INTO_TENSOR: "ALLGATHER_BASE",
-    OpKind.REDUCE_SCATTER: "REDUCE_SCATTER",
     OpKind.REDUCE_SCATTER_TENSOR: "REDUCE_SCATTER_BASE",
     OpKind.ALL_TO_ALL: "ALLTOALL",
     OpKind.ALL_TO_ALL_SINGLE: "ALLTOALL_BASE",
-    OpKind.GATHER: "GATHER",
-    OpKind.SCATTER: "SCATTER",
-    OpKind.SEND: "SEND",
-    OpKind.RECV: "RECV",
-    OpKind.BARRIER: "BARRIER",
 }
 """c10d's names; two of them are private in its OpType."""
 _OP_TYPES = {kind: getattr(OpType, name if hasattr(OpType, name) else f"_{name}") for kind, name in NAMES.items()}
@@ -80,11 +72,10 @@ class TorchWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self) -> None:
         """Make later work on the current stream wait for the outputs. The host waits if the engine has no streams."""
         self.wait()
+
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
@@ -105,8 +96,7 @@ class TorchWork(dist.Work):
             raise UsageError(f"source_rank of {len(self.works)} operations: only one receive has a source.")
         return self.works[0].source_rank()
 
-    def _source_rank(self) -> int:
-        return self.source_rank()
+    _source_rank = source_rank
 
     def _get_duration(self) -> float:
         """Milliseconds from submission to completion, as c10d counts."""

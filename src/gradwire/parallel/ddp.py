@@ -16,13 +16,11 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
-from gradwire.autograd.compiled.install import forward_begins
-from gradwire.errors import GroupAndMeshGiven, HookAlreadyRegistered, NotPicklable, UsageError
-from gradwire.events import ForwardBegan
+from gradwire.errors import HookError, UsageError, UsageRuntimeError
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.interop import as_process_group, from_process_group
-from gradwire.interop.default_group import default_process_group, is_default, mesh_group
+from gradwire.interop.default_group import default_process_group, is_default
 from gradwire.parallel.hook_controls import HookControls
 from gradwire.parallel.join import UnevenInputs
 from gradwire.parallel.logging_data import Logger
@@ -32,7 +30,6 @@ from gradwire.parallel.torch_arguments import Delayed, buckets_policy, buffers_p
 from gradwire.parallel.torch_surface import BufferHook, ManualFinalization, ReducerCompat, TorchSurface
 from gradwire.parallel.trainable import check_module
 from gradwire.policies import Buffers, Gradients, Graph, MiB, NonFinite
-from gradwire.recorder.format import RecordKind
 from gradwire.reducer.hook.torch_hooks import check_torch_hook
 from gradwire.runtime.dynamo import set_eval_frame, untraced_call, untraced_frame
 
@@ -120,10 +117,12 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
 
     def _set_group(self, process_group: Any, device_mesh: Any) -> None:
         if process_group is not None and device_mesh is not None:
-            raise GroupAndMeshGiven("Cannot specify both process_group and device_mesh arguments.")
+            raise UsageRuntimeError("Cannot specify both process_group and device_mesh arguments.")
         if device_mesh is not None:
+            if device_mesh.ndim != 1:
+                raise UsageRuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
             self.device_mesh = device_mesh
-            process_group = mesh_group(device_mesh)
+            process_group = device_mesh.get_group(mesh_dim=0)
         if isinstance(process_group, Group):
             self.group: Group = process_group
             self.process_group = as_process_group(process_group)
@@ -169,7 +168,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
                 self._log(error)
                 raise
         if self._comm_hooks:
-            raise HookAlreadyRegistered(
+            raise HookError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Nothing was changed; "
                 "set_hook swaps gradwire hooks between steps."
             )
@@ -245,18 +244,15 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
             self._adopt_optimizers_in_backward()
         if torch.is_grad_enabled() and replica.sync and self.logger is not None:
             self.logger.forward_begins()
-        replica.reducer.iterations.record(RecordKind.FORWARD_BEGAN)
-        replica.agreement.before_forward(averaged=replica.sync and self.training)
-        with replica.recovery.failing_forward():
-            self._uneven.before_forward(self)
-            replica.rebuild()
-            self._sync_buffers(BufferHook.BEFORE)
-            if self._join_config.enable:
-                self._uneven.announce_sync(replica.sync)
-        replica.divergence.before_forward(self.module, replica.runner, steps=replica.reducer.steps, sync=replica.sync)
-        forward_begins(self.module, replica.reducer.intake.limits)
-        replica.reducer.events.emit_now(ForwardBegan)
+        replica.before_forward(self._exchange)
         return self._moved(inputs, kwargs)
+
+    def _exchange(self) -> None:
+        self._uneven.before_forward(self)
+        self.replica.rebuild()
+        self._sync_buffers(BufferHook.BEFORE)
+        if self._join_config.enable:
+            self._uneven.announce_sync(self.replica.sync)
 
     def _moved(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.device_ids:
@@ -311,7 +307,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
 
     def __getstate__(self) -> dict[str, Any]:
         if not is_default(self.process_group):
-            raise NotPicklable(
+            raise UsageRuntimeError(
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, when "
                 "you have called init_process_group and have not passed process_group argument to DDP constructor."
             )

@@ -135,12 +135,11 @@ class DivergenceCheck:
         names = {id(p): name for name, p in self._module.named_parameters()}
         tensors: dict[str, Tensor] = dict(self._module.named_parameters())
         tensors |= {name: b for name, b in self._module.named_buffers() if name in self._buffers}
-        for number, p in enumerate(
-            p for g in (self._optimizer.param_groups if self._optimizer else []) for p in g["params"]
-        ):
-            state = self._optimizer.state.get(p, {}) if self._optimizer else {}
-            name = names.get(id(p), f"parameter {number}")
-            tensors |= {f"{key} of {name}": v for key, v in sorted(state.items()) if isinstance(v, Tensor)}
+        if self._optimizer is not None:
+            for number, p in enumerate(p for g in self._optimizer.param_groups for p in g["params"]):
+                name = names.get(id(p), f"parameter {number}")
+                state = sorted(self._optimizer.state.get(p, {}).items())
+                tensors |= {f"{key} of {name}": v for key, v in state if isinstance(v, Tensor)}
         return tensors
 
     def _compare(self) -> list[Difference]:
@@ -224,7 +223,7 @@ class DivergenceSchedule:
         """Check if it is due and a backward follows that is averaged: there all ranks have made the same steps."""
         if not self._every or steps % self._every or steps == self._last or not (sync and torch.is_grad_enabled()):
             return
-        if module.training and not runner.uneven and not (runner.outer is not None and runner.outer.differ):
+        if module.training and not runner.uneven and not runner.differ:
             self._last = steps
             check = DivergenceCheck(module, runner.group)
             check.steps = steps
@@ -260,8 +259,7 @@ def _group_of(module: nn.Module, group: Any) -> Group:
 def _may_differ(model: nn.Module) -> bool:
     """Whether the hook of a model lets parameters differ between ranks now."""
     replica = getattr(model, "replica", None) or getattr(model, "_gradwire_replica", None)
-    outer = getattr(getattr(replica, "runner", None), "outer", None)
-    return outer is not None and bool(outer.differ)
+    return bool(getattr(getattr(replica, "runner", None), "differ", False))
 
 
 def _signed(number: int) -> int:

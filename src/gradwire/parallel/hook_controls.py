@@ -20,9 +20,8 @@ from gradwire.runtime.threads import weakly
 class HookControls:
     """Methods that control the communication hook of `replica`."""
 
-    @property
-    def _controlled(self) -> Any:
-        return self.replica  # type: ignore[attr-defined]  # a Replica, which has these methods itself
+    replica: Any
+    """A Replica, which has these methods itself."""
 
     def set_hook(self, hook: CommHook) -> None:
         """Use another hook from the next step on. Every rank must call it, between the same steps, with an equal hook.
@@ -42,8 +41,7 @@ class HookControls:
                 f"set_hook({hook!r}) at step {step} on rank {rank}: ranks {odd} set a different hook or "
                 "are at a different step. Nothing was changed; call it with equal hooks after the same step on every rank."
             )
-        if replica.runner.outer is not None:
-            replica.runner.outer.average()
+        replica.runner.average_parameters()
         replica.use_hook(hook)
 
     def hook_state_dict(self) -> dict[str, Any]:
@@ -52,9 +50,8 @@ class HookControls:
         `load_hook_state_dict` accepts it with any world size: see Note [Whose state it is] in `reducer/hook/hook_states.py`.
         """
         self._check_own_hook("hook_state_dict")
-        replica = self._controlled
-        order = replica.reducer.order.names(replica.reducer.layout)
-        state: dict[str, Any] = replica.runner.state_dict(order=order)
+        reducer = self.replica.reducer
+        state: dict[str, Any] = self.replica.runner.state_dict(order=reducer.order.names(reducer.layout))
         return state
 
     def load_hook_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -73,20 +70,18 @@ class HookControls:
 
     def _between_steps(self, doing: str) -> Any:
         """The replica, after recovery from a failed step; raises during backward."""
-        replica = self._controlled
         self._check_between_steps(doing)
-        with replica.recovery.failing_forward():
-            replica.recovery.recover_if_failed()
+        self.replica.agreement.recover()
         self.finish_checks()
-        return replica
+        return self.replica
 
     def _check_between_steps(self, doing: str) -> None:
-        if self._controlled.reducer.machine.in_backward:
+        if self.replica.reducer.machine.in_backward:
             raise HookError(f"{doing} during backward. Call it between steps.")
 
     def _check_own_hook(self, doing: str) -> None:
         self._check_between_steps(f"{doing}()")
-        runner = self._controlled.runner
+        runner = self.replica.runner
         if runner.torch_hook is not None:
             raise HookError(
                 f"{doing}(): the model has the torch-style hook {runner.name}, which keeps its own state. Save the state object "
@@ -96,7 +91,7 @@ class HookControls:
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of this rank's gradient under `hooks.weighted_mean()`: usually the number of samples in its batch."""
-        runner = self._controlled.runner
+        runner = self.replica.runner
         if runner.torch_hook is not None or Trait.WEIGHS not in runner.hook.traits:
             warnings.warn(
                 f"set_weight({weight!r}) has no effect with the hook {runner.name}: all ranks count equally. Set the hook first: "
@@ -112,27 +107,25 @@ class HookControls:
         Every rank calls it, after the last step or before it saves a checkpoint. A no-op unless `nonfinite` checks on CUDA are read
         late: see `attach_optimizer`.
         """
-        if self._controlled.checks is not None:
-            self._controlled.checks.finish()
+        if self.replica.checks is not None:
+            self.replica.checks.finish()
 
     @property
     def reads_late(self) -> bool:
         """Whether the check of the last step was left to the device, so that the next backward, or `finish_checks`, reports it."""
-        checks = self._controlled.checks
-        return checks is not None and bool(checks.late)
+        return self.replica.checks is not None and bool(self.replica.checks.late)
 
     @property
     def skipped_steps(self) -> int:
         """How many steps `NonFinite.SKIP` has skipped so far; where results are read late, without the last step."""
-        checks = self._controlled.checks
-        return 0 if checks is None else int(checks.skipped)
+        return 0 if self.replica.checks is None else int(self.replica.checks.skipped)
 
     def step_failed(self, error: BaseException) -> None:
         """Fail the step on all ranks because of an exception between forward and backward, which gradwire cannot see.
 
         Call it where that exception is caught; a no-op if the step has already failed or ended.
         """
-        iterations = self._controlled.reducer.iterations
+        iterations = self.replica.reducer.iterations
         if iterations.expects_backward:
             iterations.fail(error)
 
@@ -143,10 +136,8 @@ class HookControls:
         From the first call on, a step without it raises, and fails on all ranks. Ranks that never call are named when the group's
         timeout has passed. After True, zero the gradients: those that were accumulated belong to the skipped step.
         """
-        replica = self._controlled
-        refuse_join(self, SKIP, replica.group.rank)
-        skipped: bool = replica.agreement.agree_to_skip(flag)
-        return skipped
+        refuse_join(self, SKIP, self.replica.group.rank)
+        return bool(self.replica.agreement.agree_to_skip(flag))
 
     def attach_optimizer(self, *optimizers: torch.optim.Optimizer) -> None:
         """Run the outer steps of hooks such as `diloco` after each step of this optimizer (of several: when all have stepped).
@@ -157,11 +148,11 @@ class HookControls:
         With `nonfinite` checks on CUDA: if the optimizers are fused and train all parameters, they skip a bad step on the device.
         Then the host does not wait for the result, and the next backward reports it. Otherwise a no-op.
         """
-        self._controlled.runner.attach_optimizer(optimizers, weakly(self.outer_step))
+        self.replica.runner.attach_optimizer(optimizers, weakly(self.outer_step))
 
     def outer_step(self) -> None:
         """Call after an optimizer step: communicates if the hook has an outer step and it is due. Every rank calls it."""
-        replica = self._controlled
+        replica = self.replica
         if replica.runner.outer is None:
             return
         try:
@@ -172,8 +163,7 @@ class HookControls:
 
     def average_parameters(self) -> None:
         """Average the parameters over all ranks: at the end of training with a hook that lets them differ."""
-        replica = self._controlled
+        replica = self.replica
         with replica.recovery.failing_forward():
             replica.recovery.recover_if_failed()
-            if replica.runner.outer is not None:
-                replica.runner.outer.average()
+            replica.runner.average_parameters()

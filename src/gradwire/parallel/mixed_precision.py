@@ -13,7 +13,7 @@ backward reaches an output of the module until that backward ends or fails.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 import torch
@@ -48,7 +48,7 @@ class MixedPrecision:
                 "their parameters. Leave it False."
             )
         for name, parameter in module.named_parameters():
-            if not self._skips(name, parameter):  # torch's attributes; nothing here reads them
+            if not self.skips(name, parameter):  # torch's attributes; nothing here reads them
                 parameter._fp_param = parameter.data  # type: ignore[attr-defined]
                 parameter._mp_param = torch.empty(  # type: ignore[attr-defined]
                     0, dtype=self.param_dtype or parameter.dtype, device=parameter.device
@@ -60,7 +60,7 @@ class MixedPrecision:
 
     def forward(self, module: nn.Module, call: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
         """`call(*inputs, **kwargs)`, which calls `module`, with inputs, parameters and buffers in low precision."""
-        inputs, kwargs = self._cast_inputs(inputs), self._cast_inputs(kwargs)
+        inputs, kwargs = self._cast_inputs((inputs, kwargs))
         if self.param_dtype is None and self.buffer_dtype is None:
             return call(*inputs, **kwargs)
         substitution = _Substitution(self, module)
@@ -85,22 +85,7 @@ class MixedPrecision:
 
         return tree_map(convert, values, is_leaf=lambda v: isinstance(v, nn.utils.rnn.PackedSequence))
 
-    def members(self, module: nn.Module) -> Iterator[tuple[Any, str, Tensor, torch.dtype, bool]]:
-        """Everything to convert: (the dict that holds it, its name there, the tensor, the dtype, whether it is a buffer)."""
-        for prefix, part in module.named_modules():
-            for held, dtype, is_buffer in (
-                (part._parameters, self.param_dtype, False),
-                (part._buffers, self.buffer_dtype, True),
-            ):
-                if dtype is None:
-                    continue
-                for name, tensor in held.items():
-                    if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
-                        continue
-                    if not self._skips(f"{prefix}.{name}" if prefix else name, tensor):
-                        yield held, name, tensor, dtype, is_buffer
-
-    def _skips(self, name: str, tensor: Tensor) -> bool:
+    def skips(self, name: str, tensor: Tensor) -> bool:
         return name in self._ignore or getattr(tensor, "_ddp_ignored", False)
 
 
@@ -123,10 +108,18 @@ class _Substitution:
         module = self._module()
         if module is None:
             return
-        for part in module.modules():
+        for prefix, part in module.named_modules():
             if isinstance(part, nn.RNNBase):  # it keeps a list of its weights, which it rebuilds in forward
                 self._rnns.append((part, part._flat_weights, part._flat_weight_refs))
-        for held, name, full, dtype, is_buffer in list(self._mixed.members(module)):
+            self._swap(prefix, part._parameters, self._mixed.param_dtype, is_buffer=False)
+            self._swap(prefix, part._buffers, self._mixed.buffer_dtype, is_buffer=True)
+
+    def _swap(self, prefix: str, held: dict[str, Any], dtype: torch.dtype | None, *, is_buffer: bool) -> None:
+        for name, full in held.items() if dtype is not None else ():
+            if full is None or not full.is_floating_point() or full.dtype == dtype:
+                continue
+            if self._mixed.skips(f"{prefix}.{name}" if prefix else name, full):
+                continue
             same, low = self._low.get(id(full), (None, full))
             if same is not full:
                 low = full.to(dtype)

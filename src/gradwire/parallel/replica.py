@@ -23,7 +23,7 @@ from gradwire.autograd.compiled.install import forward_begins
 from gradwire.autograd.grad_hooks import on_backward
 from gradwire.autograd.graph import mark_outputs, reachable_parameters
 from gradwire.errors import LayoutError
-from gradwire.events import ForwardBegan, ForwardEnded, Handle
+from gradwire.events import ForwardBegan, ForwardEnded
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.dense import mean
@@ -54,8 +54,6 @@ from gradwire.reducer.hook.torch_hooks import TorchHook
 from gradwire.reducer.machine import State
 from gradwire.reducer.rank_agreement import compare_parameters
 from gradwire.runtime.dynamo import untraced_call
-
-_UNLIMITED = 2**62
 
 
 @functools.cache
@@ -120,12 +118,11 @@ class Replica(HookControls):
         layout = self._first_layout(hook, specs)
         self.runner = HookRunner(hook, group, zip(self.names, self.parameters, strict=True))
         self.runner.scale_check = policies.scale_check
-        self.checks = self._make_checks(specs)
         self.reducer = Reducer(
             self.parameters,
             layout,
             group=group,
-            runner=self.checks or self.runner,
+            runner=self.runner,
             options=ReducerOptions(
                 keep_views=policies.gradients is Gradients.VIEWS,
                 lazy_buckets=policies.buckets.memory is BucketMemory.DURING_BACKWARD,
@@ -134,11 +131,11 @@ class Replica(HookControls):
                 limits=tuple(policies.buckets.limits),
             ),
         )
-        self._watch_nonfinite(specs)
+        self._choose_checks(specs)
         self.divergence = DivergenceSchedule(default_checks().check_divergence)
         self.recovery = Recovery(self.reducer, self.runner, self.state)
         self.agreement = Agreement(self.reducer, self.recovery)
-        self.handles: list[Handle] = []
+        self.handles: list[Any] = []
         """Handles of the module hooks that other objects have registered for this replica."""
         if self.graph is Graph.STATIC:
             self.reducer.learn_static_graph()
@@ -149,10 +146,8 @@ class Replica(HookControls):
         self.reducer.attach()
         self.state.warn_when_saved(None if self.runner.outer is None else self.runner)
 
-    @property
-    def replica(self) -> Replica:
-        """This object, for the HookControls that it shares with DistributedDataParallel."""
-        return self
+    replica = property(lambda self: self)
+    """For the HookControls that it shares with DistributedDataParallel."""
 
     @property
     def module(self) -> nn.Module:
@@ -163,21 +158,21 @@ class Replica(HookControls):
         """Buckets before any backward has shown the order: gradients are assumed to become ready from the last to the first."""
         buckets = self._policies.buckets
         known = buckets.from_start or self.graph is Graph.FIND_UNUSED
-        limits = buckets.limits if known else (_UNLIMITED,)
+        limits = buckets.limits if known else (2**62,)  # one bucket
         layout = BucketLayout.make(specs, by_size(specs, limits)[::-1])
         for spec in layout.buckets:
             hook.check(spec)
         return layout
 
-    def _make_checks(self, specs: list[ParameterSpec]) -> NonFiniteChecked | None:
+    def _choose_checks(self, specs: list[ParameterSpec]) -> None:
         policy = self._policies.nonfinite or default_checks().nonfinite
-        if policy is NonFinite.PASS:
-            return None
-        return NonFiniteChecked(self.runner, specs, policy, overwritten=self._policies.gradients is Gradients.VIEWS)
-
-    def _watch_nonfinite(self, specs: list[ParameterSpec]) -> None:
-        watched = self.checks is None and specs[0].device.type == "cpu"
-        self.reducer.reductions.first_nonfinite = NonFiniteWatch([s.name for s in specs]) if watched else None
+        overwritten, reductions = self._policies.gradients is Gradients.VIEWS, self.reducer.reductions
+        self.checks: NonFiniteChecked | None = None
+        reductions.runner, reductions.first_nonfinite = self.runner, None
+        if policy is not NonFinite.PASS:
+            reductions.runner = self.checks = NonFiniteChecked(self.runner, specs, policy, overwritten=overwritten)
+        elif specs[0].device.type == "cpu":
+            reductions.first_nonfinite = NonFiniteWatch([s.name for s in specs])
 
     def _follow_conversion(self) -> None:
         """Parameters have another dtype or device than when they were hooked: begin again with new hooks and new buckets.
@@ -192,9 +187,7 @@ class Replica(HookControls):
         self.finish_checks()
         self.reducer.begin_again(self._first_layout(self.runner.hook, specs))
         self.runner.start_over(self.runner.step)
-        self.checks = self._make_checks(specs)
-        self.reducer.reductions.runner = self.checks or self.runner
-        self._watch_nonfinite(specs)
+        self._choose_checks(specs)
 
     # -- the hook ------------------------------------------------------------------------------------------------------
 
@@ -227,19 +220,22 @@ class Replica(HookControls):
     # -- a step --------------------------------------------------------------------------------------------------------
 
     @untraced_call
-    def before_forward(self) -> None:
-        """Rebuild buckets if due, and make buffers equal."""
+    def before_forward(self, exchange: Callable[[], object] | None = None) -> None:
+        """Rebuild buckets if due, and make buffers equal, or call `exchange`, which does both."""
         if self.recomputing:
             return
         self.reducer.iterations.record(RecordKind.FORWARD_BEGAN)
         self.agreement.before_forward(averaged=self.sync and self.module.training)
         with self.recovery.failing_forward():
-            self.rebuild()
-            if self.state.buffers is Buffers.EVERY_FORWARD and self.sync_buffers_next:
-                self.state.sync_buffers()
+            (exchange or self._exchange)()
         self.divergence.before_forward(self.module, self.runner, steps=self.reducer.steps, sync=self.sync)
         forward_begins(self.module, self.reducer.intake.limits)
         self.reducer.events.emit_now(ForwardBegan)
+
+    def _exchange(self) -> None:
+        self.rebuild()
+        if self.state.buffers is Buffers.EVERY_FORWARD and self.sync_buffers_next:
+            self.state.sync_buffers()
 
     def rebuild(self) -> None:
         """Rebuild buckets once the first step has shown the order of gradients; first recover from a step that failed."""

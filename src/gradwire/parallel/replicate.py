@@ -69,18 +69,16 @@ def replicate(
         nonfinite=nonfinite,
     )
     replica = Replica(module, group, hook=hook, policies=policies)
-    around = _Around(replica)
-    removers = [
+    around, weak = _Around(replica), weakref.ref(module)
+    replica.handles += [
         module.register_forward_pre_hook(around.before),
         module.register_forward_hook(around.after),
         module.register_forward_hook(around.at_exit, always_call=True),
+        Handle(lambda: _unmark(weak)),
     ]
     object.__setattr__(module, _MARK, replica)
     own: Any = type(module)
     object.__setattr__(module, "__class__", _replicated(own))
-    replica.handles += [Handle(r.remove) for r in removers]
-    weak = weakref.ref(module)
-    replica.handles.append(Handle(lambda: _unmark(weak)))
     return replica
 
 

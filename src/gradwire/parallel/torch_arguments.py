@@ -83,8 +83,10 @@ def move_to(inputs: Any, kwargs: Any, device: torch.device) -> tuple[Any, Any]:
             return value.to(device, non_blocking=True)
         return value
 
-    is_leaf = lambda v: isinstance(v, nn.utils.rnn.PackedSequence)  # noqa: E731
-    return tree_map(move, inputs, is_leaf=is_leaf), tree_map(move, kwargs, is_leaf=is_leaf)
+    moved: tuple[Any, Any] = tree_map(
+        move, (inputs, kwargs), is_leaf=lambda v: isinstance(v, nn.utils.rnn.PackedSequence)
+    )
+    return moved
 
 
 class Delayed:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from gradwire.collectives import ReduceOp, all_reduce
-from gradwire.errors import NotFinalizable, OverlapNotSupported, TrainingAlreadyStarted, UsageError, UsageTypeError
+from gradwire.errors import UsageError, UsageRuntimeError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import GradBucket
 from gradwire.hooks.dense import cast, chain, mean
@@ -39,17 +39,13 @@ class TorchSurface:
 
     module: nn.Module
     group: Group
-    process_group: Any
     replica: Replica
-    reducer: ReducerCompat
     logger: Logger | None
-    device: torch.device
     device_type: str
     dim: int
     find_unused_parameters: bool
     static_graph: bool
     gradient_as_bucket_view: bool
-    forward_sync_buffers: bool
     broadcast_bucket_size = 250 * 2**20
     parameters_to_ignore: set[str]
     register_comm_hook: Callable[..., None]
@@ -82,7 +78,7 @@ class TorchSurface:
         try:
             overlapped.register_ddp(self)
         except NotImplementedError as error:
-            raise OverlapNotSupported(f"{optim} does not support overlapped DDP.") from error
+            raise UsageRuntimeError(f"{optim} does not support overlapped DDP.") from error
 
     def _adopt_optimizers_in_backward(self) -> None:
         """Step optimizers that torch's `_apply_optimizer_in_backward` has given to parameters when their buckets are reduced."""
@@ -99,7 +95,7 @@ class TorchSurface:
                 handle.remove()
         hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
         self.register_comm_hook(weakref.ref(self), hook)
-        self.reducer._set_optimizer_in_backward()
+        self.replica.reducer.leave_gradients = True
 
     def join_hook(self, **kwargs: Any) -> Any:
         return self._uneven.hook(divide=kwargs.get("divide_by_initial_world_size", True))
@@ -148,7 +144,7 @@ class TorchSurface:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
         if self.replica.reducer.steps:
-            error = TrainingAlreadyStarted(
+            error = UsageRuntimeError(
                 "set_static_graph() should be called before training loop starts, and after the model was built."
             )
             self._log(error)
@@ -182,8 +178,7 @@ class TorchSurface:
     def _update_process_group(self, new_process_group: Any) -> None:
         self._set_group(new_process_group, None)
         self.replica.move_to_group(self.group)
-        if self.replica.runner.outer is not None:
-            self.replica.runner.outer.average()
+        self.replica.runner.average_parameters()
         self.replica.runner.start_over()
 
     @classmethod
@@ -213,17 +208,15 @@ class TorchSurface:
         """The name of each of `parameters` by its index. A parameter with two names gets the last."""
         place = {id(p): i for i, p in enumerate(parameters)}
         names: dict[int, str] = {}
-        for prefix, owner in self.module.named_modules():
-            for name, parameter in owner.named_parameters(recurse=False):
-                full = f"{prefix}.{name}"
-                if full in self.parameters_to_ignore or not parameter.requires_grad:
-                    continue
-                if id(parameter) not in place:
-                    raise UsageError(
-                        f"Param with name {full} found in module parameters, but not DDP parameters. It was added after the "
-                        "model was replicated; replicate it again."
-                    )
-                names[place[id(parameter)]] = full
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if name in self.parameters_to_ignore or not parameter.requires_grad:
+                continue
+            if id(parameter) not in place:
+                raise UsageError(
+                    f"Param with name {name} found in module parameters, but not DDP parameters. It was added after the model "
+                    "was replicated; replicate it again."
+                )
+            names[place[id(parameter)]] = name
         if len(names) != len(place):
             raise UsageError(
                 "Expected param to name mapping to cover all parameters, but got conflicting lengths: "
@@ -254,12 +247,12 @@ class ManualFinalization:
         doing = f"require_manual_backward_finalization = {required}"
         if self.logger is None:
             if required:
-                raise NotFinalizable(
+                raise UsageRuntimeError(
                     f"{doing}: all parameters are in delay_all_reduce_named_params, which has no buckets."
                 )
             return
         if self.replica.reducer.machine.in_backward:
-            raise NotFinalizable(f"{doing}: a backward is not finalized yet. Set it before a forward.")
+            raise UsageRuntimeError(f"{doing}: a backward is not finalized yet. Set it before a forward.")
         self._manual = bool(required)
         self.replica.reducer.manual = self._manual
 
@@ -279,11 +272,11 @@ class ManualFinalization:
     def finalize_backward(self) -> None:
         """Wait for the reductions of this step and put the averages into `.grad`: once for each synchronized backward."""
         if not self._manual:
-            raise NotFinalizable(
+            raise UsageRuntimeError(
                 "finalize_backward(): backward finalizes automatically. Set require_manual_backward_finalization = True first."
             )
         if not self.require_backward_grad_sync:
-            raise NotFinalizable(
+            raise UsageRuntimeError(
                 "finalize_backward() under no_sync(): nothing is reduced there. Call it after the step outside."
             )
         reducer = self.replica.reducer
@@ -294,13 +287,13 @@ class ManualFinalization:
             if machine.state is State.RUNNING:
                 names = ", ".join(machine.names[i] for i in machine.missing())
                 why = f"not all buckets are ready; there is no gradient yet for {names}"
-            raise NotFinalizable(f"finalize_backward(): {why}.")
+            raise UsageRuntimeError(f"finalize_backward(): {why}.")
         reducer.finish()
 
     def _check_finalized(self) -> None:
         """Before a forward: the last backward must have been finalized. It still can be, so nothing is changed."""
         if self._manual and self.replica.reducer.machine.complete:
-            raise NotFinalizable(
+            raise UsageRuntimeError(
                 "forward: the last backward is not finalized. Call finalize_backward() before the next forward."
             )
 
@@ -330,15 +323,6 @@ class ReducerCompat:
         """Lightning calls it before `manual_backward`."""
         return self._replica.reducer.rebuild()
 
-    def _set_optimizer_in_backward(self) -> None:
-        self._replica.reducer.leave_gradients = True
-
-    def _install_post_backward_futures(self, futures: Any) -> None:
-        self._replica.reducer.wait_at_end.extend(futures)
-
-    def _remove_autograd_hooks(self) -> None:
-        self._replica.detach()
-
 
 class BufferHook:
     """One registered buffer hook. Futures it returns are waited for at the end of backward."""
@@ -346,15 +330,13 @@ class BufferHook:
     BEFORE: ClassVar[str] = "PRE_FORWARD"
     AFTER: ClassVar[str] = "POST_FORWARD"
 
-    def __init__(self, hook: Callable[..., Any], state: Any, location: Any = None) -> None:
+    def __init__(self, hook: Callable[..., Any], state: Any, location: Any) -> None:
         if not callable(hook):
             raise UsageTypeError(f"buffer hook: {hook!r} is not callable. Pass a function hook(state, named_buffers).")
-        self.buffer_comm_hook = hook
-        self.buffer_comm_hook_state = state
-        self.buffer_comm_hook_location = location
+        self._hook, self._state = hook, state
         self.place = self.AFTER if location is None else getattr(location, "name", str(location))
 
     def run(self, replica: Replica) -> None:
-        futures = self.buffer_comm_hook(self.buffer_comm_hook_state, replica.state.named_buffers())
+        futures = self._hook(self._state, replica.state.named_buffers())
         if futures is not None:
             replica.reducer.wait_at_end.extend(list(futures))

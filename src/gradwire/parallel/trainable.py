@@ -74,7 +74,7 @@ def trainable_parameters(
     names, parameters, specs = [], [], []
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
-            raise errors.UninitializedError(
+            raise errors.UsageRuntimeError(
                 "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy forward "
                 f"pass to correctly initialize the modules. Uninitialized: {name}."
             )
@@ -85,7 +85,7 @@ def trainable_parameters(
             parameters.append(parameter)
             specs.append(ParameterSpec.of(names[-1], parameter, sparse=sparse))
     if not parameters:
-        raise errors.NoTrainableParameters(
+        raise errors.UsageRuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameters that require a gradient."
         )
     return names, parameters, specs
@@ -96,7 +96,7 @@ def refuse_meta_tensors(module: nn.Module, ignore: Collection[str]) -> None:
     named = [*module.named_parameters(), *module.named_buffers()]
     found = [name for name, tensor in named if tensor.is_meta and name not in ignore]
     if found:
-        raise errors.UninitializedError(
+        raise errors.UsageRuntimeError(
             f"replicating {type(module).__name__}: {_listed(found)} are on the meta device and have no values. Allocate them first "
             "with model.to_empty(device=...) and initialize them, or load a checkpoint with load_state_dict(..., assign=True)."
         )
@@ -110,7 +110,7 @@ def refuse_dtensors(doing: str, module: nn.Module, ignore: Collection[str]) -> N
     named = [*module.named_parameters(), *module.named_buffers()]
     found = [name for name, tensor in named if isinstance(tensor, tensors.DTensor) and name not in ignore]
     if found:
-        raise errors.ShardedParameter(
+        raise errors.UsageTypeError(
             f"{doing} {type(module).__name__}: {_listed(found)} are DTensors, from fully_shard or parallelize_module, but buckets "
             "hold plain tensors. To average over replicas of a sharded model, call fully_shard with a 2-D device mesh; "
             "interop.as_fsdp_hook uses a gradwire hook there. Parameters in `ignore` (DDP: "

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradwire.autograd.backward_errors import COMPILED, FAILED, around_backward
 from gradwire.autograd.graph import reachable_parameters, reaches_mark
-from gradwire.errors import CompiledAutograd, GroupAborted, GroupError
+from gradwire.errors import GroupAborted, GroupError, UsageRuntimeError
 from gradwire.events import Event
 from gradwire.groups.base import Group
 from gradwire.recorder.format import RecordKind
@@ -135,7 +135,7 @@ class Iterations:
 
     def _refuse_compiled(self, tensors: Any) -> None:
         if self.is_of_this_model(tensors):
-            raise CompiledAutograd(
+            raise UsageRuntimeError(
                 f"backward of a replicated model on rank {self.group.rank} under compiled autograd: it runs no callbacks at the "
                 "end of a backward, so gradients would never be averaged. Set torch._dynamo.config.compiled_autograd = False; "
                 "torch.compile of the model may stay."

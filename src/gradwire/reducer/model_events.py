@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from gradwire.events import Event
 from gradwire.groups.base import Group
@@ -57,6 +58,15 @@ class ModelEvents(EventSource):
     ) -> None:
         """Something happened to a bucket. `event(time, rank)` makes what listeners get."""
         self._report(kind, self.place(step, spec.index), spec.nbytes, hook, event)
+
+    @contextlib.contextmanager
+    def reduction(self, spec: BucketSpec, step: int, *, hook: str) -> Iterator[None]:
+        """Around the reduction of a bucket that no `Reducer` launches."""
+        self.bucket(RecordKind.BUCKET_FULL, spec, step)
+        self.bucket(RecordKind.BUCKET_LAUNCHED, spec, step, hook=hook)
+        with writer.within(self.place(step, spec.index)):
+            yield
+        self.bucket(RecordKind.BUCKET_REDUCED, spec, step)
 
     def emit_now(self, event: Callable[[float, int], Event]) -> None:
         """Something happened that is not recorded: `event(time, rank)`, for listeners."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.collectives import ReduceOp, all_gather, all_reduce
-from gradwire.errors import NotPicklable
+from gradwire.errors import UsageRuntimeError
 from gradwire.events import CollectiveSubmitted
 from gradwire.groups import Group
 from gradwire.hooks import CommHook, Reduced, Reduction, Turn, cast, chain, mean, weighted_mean
@@ -258,7 +258,7 @@ def test_copies_and_pickles_on_the_default_group_train_on_their_own(
 @on_ranks(1)
 def test_a_model_on_a_group_of_its_own_cannot_be_pickled(group: Group) -> None:
     ddp = DDP(mlp(seed=0), process_group=group)
-    with pytest.raises(NotPicklable, match="only supported when using DDP with the default process group"):
+    with pytest.raises(UsageRuntimeError, match="only supported when using DDP with the default process group"):
         copy.deepcopy(ddp)
     state = copy.deepcopy(ddp.state_dict())
     assert list(state) == ["module.0.weight", "module.0.bias", "module.2.weight", "module.2.bias"]

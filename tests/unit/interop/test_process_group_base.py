@@ -12,7 +12,7 @@ from torch._C import _distributed_c10d as c10d
 
 import gradwire as gw
 from gradwire import Group, ThreadGroup, Verified
-from gradwire.errors import ClosedError, GroupAborted, HookError, NoBackendError, UsageError, UsageTypeError
+from gradwire.errors import ClosedError, GroupAborted, HookError, UsageError, UsageRuntimeError, UsageTypeError
 from gradwire.interop import GradwireProcessGroup, as_process_group
 from gradwire.interop.torch_backend import PYTHON_BACKENDS
 from gradwire.testing import run_ranks
@@ -45,7 +45,7 @@ def test_names(alone: GradwireProcessGroup) -> None:
 def test_it_is_its_own_back_end(alone: GradwireProcessGroup) -> None:
     assert alone._device_types == [CPU]
     assert alone._get_backend(CPU) is alone
-    with pytest.raises(NoBackendError, match=r"serves cpu, not meta"):
+    with pytest.raises(UsageRuntimeError, match=r"serves cpu, not meta"):
         alone._get_backend(torch.device("meta"))
     with pytest.raises(RuntimeError):  # what torch's callers catch
         alone._get_backend(torch.device("cuda"))

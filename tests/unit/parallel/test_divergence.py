@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradwire import DivergenceCheck
 from gradwire.collectives import OpKind
-from gradwire.errors import NoDefaultGroup, ReplicasDiverged, UsageError, UsageTypeError
+from gradwire.errors import ReplicasDiverged, UsageError, UsageRuntimeError, UsageTypeError
 from gradwire.groups import Group, Recording
 from gradwire.hooks import local_sgd
 from gradwire.parallel import DistributedDataParallel as DDP, replicate
@@ -224,6 +224,6 @@ def test_wrong_arguments(group: Group) -> None:
         DivergenceCheck(net, group, optimizer=torch.ones(1))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"DivergenceCheck\(optimizer=SGD\): it moves none of the model's parameters"):
         DivergenceCheck(net, group, optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters()))
-    with pytest.raises(NoDefaultGroup, match=r"Or pass your own group: DivergenceCheck\(model, group\)"):
+    with pytest.raises(UsageRuntimeError, match=r"Or pass your own group: DivergenceCheck\(model, group\)"):
         DivergenceCheck(net)
     assert DivergenceCheck(nn.ReLU(), group).check() == []

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from gradwire.events import Handle
 from gradwire.runtime.dynamo import untraced_call
+from gradwire.runtime.threads import weakly
 
 OnGradients = Callable[[Sequence[int], Sequence[Tensor]], object]
 """A bound method, called with the indices of parameters and their gradients, which have not been accumulated yet."""
@@ -55,16 +56,12 @@ _TARGETS = "_gradwire_targets"
 class _Listener:
     """The callback for the gradients of one model, and the sizes of its buckets in bytes."""
 
-    __slots__ = ("early", "limits")
-
-    def __init__(self, early: weakref.WeakMethod[Any], limits: Limits) -> None:
-        self.early, self.limits = early, limits
+    def __init__(self, early: OnGradients, limits: Limits) -> None:
+        self._early, self.limits = weakly(early), limits
 
     def report(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """These gradients have been computed, in this order."""
-        early = self.early()
-        if early is not None:
-            early(indices, gradients)
+        self._early(indices, gradients)
 
 
 _Target = tuple[_Listener, int, torch.Size, torch.dtype]
@@ -86,7 +83,7 @@ def on_compiled_gradients(parameters: Sequence[Tensor], early: OnGradients, limi
     Its object is held weakly. A parameter has one listener, the last one. `limits`: see `bucket_limits`.
     """
     assert isinstance(early, types.MethodType)
-    listener = _Listener(weakref.WeakMethod(early), limits)
+    listener = _Listener(early, limits)
     added = {id(p): (weakref.ref(p), listener, index) for index, p in enumerate(parameters)}
     _listeners.add(listener)
     _without.setdefault(limits, _graphs)

@@ -17,6 +17,7 @@ import difflib
 import fnmatch
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def on_grad(tensor: torch.Tensor, fn: Hook) -> Handle:
     >>> w.grad
     tensor([30., 30.])
     """
-    return _on_tensor(tensor, Kind.ON_GRAD, fn, _describe_tensor(tensor))
+    return _on_tensor(tensor, Kind.ON_GRAD, fn)
 
 
 def after_accumulate(tensor: torch.Tensor, fn: Hook) -> Handle:
@@ -59,7 +60,7 @@ def after_accumulate(tensor: torch.Tensor, fn: Hook) -> Handle:
     >>> w.grad
     tensor([1., 1.])
     """
-    return _on_tensor(tensor, Kind.AFTER_ACCUMULATE, fn, _describe_tensor(tensor))
+    return _on_tensor(tensor, Kind.AFTER_ACCUMULATE, fn)
 
 
 def before_node(node: Node, fn: Hook) -> Handle:
@@ -72,7 +73,7 @@ def before_node(node: Node, fn: Hook) -> Handle:
     >>> w.grad
     tensor([6., 6.])
     """
-    return _on_node(node, Kind.BEFORE_NODE, fn, _describe_node(node))
+    return _on_node(node, Kind.BEFORE_NODE, fn)
 
 
 def after_node(node: Node, fn: Hook) -> Handle:
@@ -84,7 +85,7 @@ def after_node(node: Node, fn: Hook) -> Handle:
     >>> loss.backward()
     1 1
     """
-    return _on_node(node, Kind.AFTER_NODE, fn, _describe_node(node))
+    return _on_node(node, Kind.AFTER_NODE, fn)
 
 
 def attach(module: torch.nn.Module, pattern: str, kind: Kind | str, fn: Hook) -> Handle:
@@ -114,28 +115,18 @@ def attach(module: torch.nn.Module, pattern: str, kind: Kind | str, fn: Hook) ->
             kind=kind.value,
             target=f"parameter {frozen[0]!r}",
         )
-    handles: list[Handle] = []
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    try:
+    with ExitStack() as handles:
         for name, parameter in matches.items():
-            target = f"parameter {name!r}"
             if kind is Kind.ON_GRAD or kind is Kind.AFTER_ACCUMULATE:
-                handles.append(_on_tensor(parameter, kind, fn, target))
+                handles.enter_context(_on_tensor(parameter, kind, fn, f"parameter {name!r}"))
             else:
-                handles.append(_on_accumulator(module, name, kind, fn, f"the gradient accumulator of {target}"))
-    except BaseException:
-        remove()
-        raise
-    return Handle(remove)
+                handles.enter_context(_on_accumulator(module, name, kind, fn))
+        return Handle(handles.pop_all().close)
 
 
-def _on_accumulator(module: torch.nn.Module, name: str, kind: Kind, fn: Hook, target: str) -> Handle:
+def _on_accumulator(module: torch.nn.Module, name: str, kind: Kind, fn: Hook) -> Handle:
     """Register `fn` on the gradient accumulator of a parameter, and again before a forward that finds another accumulator."""
-    accumulator = _Accumulator(name, kind, fn, target)
+    accumulator = _Accumulator(name, kind, fn)
     accumulator(module)
     before_forward = module.register_forward_pre_hook(accumulator)
     weak = weakref.ref(accumulator)  # a handle keeps no tensor alive; the module owns the accumulator
@@ -156,8 +147,8 @@ class _Accumulator:
     makes another accumulator when the dtype or the device of a parameter changes, as `module.to()` does.
     """
 
-    def __init__(self, name: str = "", kind: Kind = Kind.AFTER_NODE, fn: Hook | None = None, target: str = "") -> None:
-        self._name, self._kind, self._fn, self._target = name, kind, fn, target
+    def __init__(self, name: str = "", kind: Kind = Kind.AFTER_NODE, fn: Hook | None = None) -> None:
+        self._name, self._kind, self._fn = name, kind, fn
         self._node: Node | None = None
         self._parameter: weakref.ref[torch.Tensor] | None = None
         self._on: tuple[torch.dtype, torch.device] | None = None
@@ -174,7 +165,8 @@ class _Accumulator:
         self.release()
         self._parameter, self._on = weakref.ref(parameter), on
         self._node = get_gradient_edge(parameter).node
-        self._handle = _on_node(self._node, self._kind, self._fn, self._target)
+        target = f"the gradient accumulator of parameter {self._name!r}"
+        self._handle = _on_node(self._node, self._kind, self._fn, target)
 
     def release(self) -> None:
         if self._handle is not None:
@@ -203,17 +195,17 @@ def _matching(module: torch.nn.Module, pattern: str) -> dict[str, torch.nn.Param
     )
 
 
-def _describe_tensor(tensor: Any) -> str:
-    if not isinstance(tensor, torch.Tensor):
-        return describe_value(tensor)
-    return f"{'parameter' if isinstance(tensor, torch.nn.Parameter) else 'tensor'} of shape {tuple(tensor.shape)}"
+def _describe(target: Any) -> str:
+    if isinstance(target, Node):
+        return f"node {target.name()}"
+    if isinstance(target, torch.Tensor):
+        kind = "parameter" if isinstance(target, torch.nn.Parameter) else "tensor"
+        return f"{kind} of shape {tuple(target.shape)}"
+    return describe_value(target)
 
 
-def _describe_node(node: Any) -> str:
-    return f"node {node.name()}" if isinstance(node, Node) else describe_value(node)
-
-
-def _on_tensor(tensor: torch.Tensor, kind: Kind, fn: Hook, target: str) -> Handle:
+def _on_tensor(tensor: torch.Tensor, kind: Kind, fn: Hook, target: str = "") -> Handle:
+    target = target or _describe(tensor)
     if not isinstance(tensor, torch.Tensor):
         raise UsageTypeError(f"cannot register a {kind.value} hook on {target}: it is not a tensor.")
     problem = ""
@@ -229,7 +221,8 @@ def _on_tensor(tensor: torch.Tensor, kind: Kind, fn: Hook, target: str) -> Handl
     return _join(register, kind, fn, target)
 
 
-def _on_node(node: Node, kind: Kind, fn: Hook, target: str) -> Handle:
+def _on_node(node: Node, kind: Kind, fn: Hook, target: str = "") -> Handle:
+    target = target or _describe(node)
     if not isinstance(node, Node):
         raise UsageTypeError(
             f"cannot register a {kind.value} hook on {target}: it is not a node of the graph. Pass a tensor's `grad_fn`, or "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.errors import UnexpectedLayout
+from gradwire.errors import UsageRuntimeError
 from gradwire.groups.base import Group
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.reducer.buckets.layout import BucketLayout
@@ -222,7 +222,7 @@ class Storage:
         """If gradients could not be copied because one is sparse, raise an error that names its parameter."""
         for name, grad in zip(self.spec.names, gradients, strict=True):
             if grad is not None and grad.layout != torch.strided:
-                raise UnexpectedLayout(
+                raise UsageRuntimeError(
                     f"filling {self.spec}: the gradient of {name} has layout {grad.layout}, and its bucket is dense. Only the "
                     "weights of nn.Embedding and nn.EmbeddingBag with sparse=True get sparse buckets: use one of these modules, or "
                     "sparse=False in torch.nn.functional.embedding."

@@ -136,6 +136,16 @@ class HookRunner:
         """How many times the buckets have been reduced, or for a hook that moves parameters, the optimizer has stepped."""
         return self.states.steps if self.outer is None else self.outer.step
 
+    @property
+    def differ(self) -> bool:
+        """Whether the hook lets the ranks' parameters differ now."""
+        return self.outer is not None and self.outer.differ
+
+    def average_parameters(self) -> None:
+        """Make the parameters of all ranks equal, if the hook lets them differ. Every rank calls it."""
+        if self.outer is not None:
+            self.outer.average()
+
     def replace(self, hook: CommHook | tuple[TorchHook, Any]) -> None:
         """Use another hook; a torch-style one is given with its state. See Note [Another hook] in `hook_states.py`."""
         own = hook if isinstance(hook, CommHook) else _NO_STATE

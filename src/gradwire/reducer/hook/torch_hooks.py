@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as TorchGradBucket
 
-from gradwire.errors import CollectiveTimeout, GroupError, HookAnnotationError, HookError, UsageTypeError, again
+from gradwire.errors import CollectiveTimeout, GroupError, HookError, UsageError, UsageTypeError, again
 from gradwire.groups.base import Group
 from gradwire.groups.completion import name_of
 from gradwire.hooks.arguments import refuse_unfinished
@@ -51,13 +51,13 @@ def check_torch_hook(hook: Any) -> None:
     if annotation not in (inspect.Parameter.empty, TorchGradBucket, GradBucket, Any, object) and not (
         isinstance(annotation, str) and annotation.rpartition(".")[2] in ("GradBucket", "Any")
     ):
-        raise HookAnnotationError(
+        raise UsageError(
             f"Communication hook: bucket annotation should be dist.GradBucket. {name_of(hook)!r} says {annotation!r}."
         )
     returns = signature.return_annotation
     allowed = (inspect.Signature.empty, torch.futures.Future[torch.Tensor], torch.futures.Future, Any)
     if returns not in allowed and not (isinstance(returns, str) and ("Future" in returns or returns.endswith("Any"))):
-        raise HookAnnotationError(
+        raise UsageError(
             "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]. "
             f"{name_of(hook)!r} says {returns!r}."
         )
