@@ -38,12 +38,12 @@ def add_elastic(parser: argparse.ArgumentParser) -> None:
     join = "add ranks of this machine to the elastic run with the hub at this address"
     add("--join", type=address, metavar="HOST:PORT", help=join)
     key = "the file with the key of the hub, for --hub and --join; with --elastic alone it is made if it does not exist"
-    add("--key-file", "--key_file", type=Path, metavar="FILE", help=key)
+    add("--key-file", type=Path, metavar="FILE", help=key)
     chaos = "with --elastic or --join: faults at random times, so many in a second on this machine, once training has begun: "
     chaos += "kill, stop (SIGSTOP, for 2 s) or term (SIGTERM) a rank, or kill the hub; e.g. kill=0.05/s,stop=0.01/s,hub=0.01/s"
     add("--chaos", type=chaos_rates, metavar="KIND=RATE/s,...", help=chaos)
     seed = "with --chaos: the seed of the times and ranks of the faults (default: %(default)s)"
-    add("--chaos-seed", "--chaos_seed", type=int, default=0, metavar="N", help=seed)
+    add("--chaos-seed", type=int, default=0, metavar="N", help=seed)
 
 
 def elastic_plan(args: argparse.Namespace, directory: Path) -> ElasticPlan | None:

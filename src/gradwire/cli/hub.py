@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--address", type=address, required=True, metavar="HOST:PORT", help="where to listen; port 0: at a free one")
     add("--file", type=Path, required=True, help="the file of the records, which is made for a new run")
     key = "the file with the key that launchers need too; it is made if it does not exist (default: FILE.key)"
-    add("--key-file", "--key_file", type=Path, metavar="KEY", help=key)
+    add("--key-file", type=Path, metavar="KEY", help=key)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from gradwire.cli.elastic_options import add_elastic, check_elastic, elastic_pla
 from gradwire.cli.verify_ddp import verify_ddp
 from gradwire.errors import UsageError
 from gradwire.launch.display import Picture, find_terminal
-from gradwire.launch.environment import CHECK_DIVERGENCE, HOOK, NONFINITE, RUN_DIRECTORY, LocalWorld, rank_environment
+from gradwire.launch.environment import CHECK_DIVERGENCE, HOOK, NONFINITE, RUN_DIRECTORY, rank_environment
 from gradwire.launch.preload import ELASTIC, PreloadedPython
 from gradwire.launch.preload_check import source_of, why_not_preload
 from gradwire.launch.run_script import python_command
@@ -78,17 +78,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _add_starting(parser: argparse.ArgumentParser) -> None:
     """How ranks are started and ended, and what is done with their output."""
     add = parser.add_argument
-    names = ("-n", "--nproc", "--nproc-per-node", "--nproc_per_node")
     ranks = "number of ranks, or gpu, cpu or auto (default: one per GPU, else one per core)"
-    add(*names, type=_count, default="auto", metavar="N", help=ranks)
+    add("-n", "--nproc", "--nproc-per-node", type=_count, default="auto", metavar="N", help=ranks)
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as after python -m")
     env = "set an environment variable for the ranks; may be repeated"
     add("--env", action="append", default=[], type=_assignment, metavar="NAME=VALUE", help=env)
     preload = "let each rank import torch itself, instead of forking all from a process that has imported it"
-    add("--no-preload", "--no_preload", action="store_true", help=preload)
+    add("--no-preload", action="store_true", help=preload)
     add("--no-prefix", action="store_true", help="show lines without the rank")
     logs = "also write each rank's output to DIR/rank-N.log"
-    add("--log-dir", "--log_dir", type=Path, metavar="DIR", help=logs)
+    add("--log-dir", type=Path, metavar="DIR", help=logs)
     timeout = "how long ranks may take to end after SIGTERM before they are killed (default: %(default)g)"
     add("--timeout", type=_seconds, default=10.0, metavar="SECONDS", help=timeout)
     add("--standalone", action="store_true", help="as for torchrun; ranks are always on this machine only")
@@ -99,12 +98,11 @@ def _add_recording(parser: argparse.ArgumentParser) -> None:
     """What is recorded of the ranks, and shown while they run."""
     add = parser.add_argument
     run_dir = "where the flight recorders of the ranks write (default: a new directory in ~/.local/state/gradwire/runs, where "
-    add("--run-dir", "--run_dir", type=Path, metavar="DIR", help=f"{run_dir}the last {KEPT} runs are kept)")
+    add("--run-dir", type=Path, metavar="DIR", help=f"{run_dir}the last {KEPT} runs are kept)")
     add("--no-record", action="store_true", help="do not record what the ranks do")
     hang = "report a hang when ranks have waited for so long in a collective, and ten times as long as usual (default: "
     hang += "%(default)g; 0 or never: do not)"
-    names = ("--hang-after", "--hang_after")
-    add(*names, type=_hang_after, default=SOFT_DEADLINE, metavar="SECONDS", help=hang)
+    add("--hang-after", type=_hang_after, default=SOFT_DEADLINE, metavar="SECONDS", help=hang)
     watch = "show all ranks in a live view below their output; without a terminal, the same as --stats 10"
     add("--watch", action="store_true", help=watch)
     add("--stats", type=positive, metavar="SECONDS", help="print a line of figures of the run at this interval")
@@ -118,7 +116,7 @@ def _add_checks(parser: argparse.ArgumentParser) -> None:
     """What gradwire's models do in scripts that do not choose it."""
     add = parser.add_argument
     replace = "run a script written for torch's DistributedDataParallel on gradwire's, unchanged"
-    add("--replace-ddp", "--replace_ddp", action="store_true", help=replace)
+    add("--replace-ddp", action="store_true", help=replace)
     hook = (
         f"with --replace-ddp: reduce gradients by this hook, with error feedback where it needs it: {', '.join(HOOKS)}"
     )
@@ -128,14 +126,14 @@ def _add_checks(parser: argparse.ArgumentParser) -> None:
         "gradwire's; compare gradients and parameters of each step, bit by bit. Exit code 0: equal; 1: different; 2: they cannot "
         "be compared; or that of the script if it fails. Not with --hook: a hook that compresses changes gradients"
     )
-    add("--verify-ddp", "--verify_ddp", type=at_least(1), metavar="N", help=verify)
+    add("--verify-ddp", type=at_least(1), metavar="N", help=verify)
     nonfinite = (
         "check the gradients of gradwire's models for NaN and infinity, unless the script chooses a policy: end the run, "
         "skip such steps, or only record them (on a CPU, the first one is recorded in any case)"
     )
     add("--nonfinite", choices=("raise", "skip", "record"), help=nonfinite)
     divergence = "compare the replicas of gradwire's models bit by bit every so many steps; end the run if they differ"
-    add("--check-divergence", "--check_divergence", type=at_least(1), metavar="STEPS", help=divergence)
+    add("--check-divergence", type=at_least(1), metavar="STEPS", help=divergence)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -195,7 +193,6 @@ def _launch(
             stack.callback(ranks.close)
         errors = recorded.get(RUN_DIRECTORY) or stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-"))
         options = python_command(starter, errors=errors, observe=observe and bool(recorded))
-        world = LocalWorld(size, name_of(private), Address(LOOPBACK, store.port), cpus)
         checks = {NONFINITE: args.nonfinite, CHECK_DIVERGENCE: args.check_divergence, HOOK: args.hook}
         chosen = {name: str(value) for name, value in checks.items() if value is not None}
         plan = elastic_plan(args, Path(errors))
@@ -204,7 +201,11 @@ def _launch(
         extra = {**recorded, **chosen, **variables, **elastic_variables(plan), **dict(args.env)}
         base = {name: value for name, value in os.environ.items() if name != RUN_DIRECTORY}  # of a run around this one
         command = [sys.executable, *options, *(["-m"] if args.module else []), *words]
-        environments = [rank_environment(base, extra, rank, world) for rank in range(size + args.spares)]
+        address = Address(LOOPBACK, store.port)
+        environments = [
+            rank_environment(base, extra, rank, size, private=name_of(private), store=address, cpus=cpus)
+            for rank in range(size + args.spares)
+        ]
         for spare in environments[size:]:
             spare.update(dict.fromkeys(("GRADWIRE_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(environments))))
         cold = "--no-preload" if args.no_preload else _why_not_preload(args, words[0])

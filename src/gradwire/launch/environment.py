@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from gradwire.errors import UsageError
@@ -49,21 +48,12 @@ def read_checks(environment: Mapping[str, str]) -> DefaultChecks:
     return DefaultChecks(NonFinite(policy), None if every is None else int(every))
 
 
-@dataclass(frozen=True, slots=True)
-class LocalWorld:
-    """What the ranks that `gradwire run` starts on this host have in common."""
-
-    size: int
-    private: str
-    """The name of their private store."""
-    store: Address
-    """The store for torch's own groups."""
-    cpus: int
-    """Cores that they share."""
-
-
-def rank_environment(base: Mapping[str, str], extra: Mapping[str, str], rank: int, world: LocalWorld) -> dict[str, str]:
+def rank_environment(
+    base: Mapping[str, str], extra: Mapping[str, str], rank: int, size: int, *, private: str, store: Address, cpus: int
+) -> dict[str, str]:
     """The variables of one rank: `base` is the launcher's own environment, `extra` what the user added for the ranks.
+
+    `private` is the name of the ranks' private store, and `store` the one for torch's own groups; they share `cpus` cores.
 
     In addition to gradwire's variables a rank gets torch's, so that a script which calls `dist.init_process_group("gloo")` runs
     too; they declare that the store is already hosted. Output is not buffered, a crash in C++ prints a Python traceback, ranks
@@ -71,19 +61,19 @@ def rank_environment(base: Mapping[str, str], extra: Mapping[str, str], rank: in
     """
     ours = {
         "GRADWIRE_RANK": str(rank),
-        "GRADWIRE_SIZE": str(world.size),
-        "GRADWIRE_STORE": world.private,
+        "GRADWIRE_SIZE": str(size),
+        "GRADWIRE_STORE": private,
         "RANK": str(rank),
-        "WORLD_SIZE": str(world.size),
+        "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world.size),
-        "MASTER_ADDR": world.store.host,
-        "MASTER_PORT": str(world.store.port),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, world.cpus // world.size)),
+        "OMP_NUM_THREADS": str(max(1, cpus // size)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         **({"GLOO_SOCKET_IFNAME": "lo"} if extra.get(HUB, "127.").startswith("127.") else {}),

@@ -21,6 +21,7 @@ from gradwire.collectives.op_kinds import ONLY_BITS
 from gradwire.collectives.reference import perform
 from gradwire.errors import GroupError, InternalError, UsageError
 from gradwire.groups.base import Group
+from gradwire.groups.work import Work
 from gradwire.testing.conformance.data import FLOAT8, LARGEST
 
 Make = Callable[[int], Collective]
@@ -190,6 +191,20 @@ def side_group(group: Group) -> Group:
 def meet(side: Group) -> None:
     """Wait for every rank."""
     side.submit(build.barrier(label="conformance: meet").within(PATIENCE)).wait()
+
+
+def held_up(group: Group, submit: Callable[[], Work], look: Callable[[Work], Problems]) -> Problems:
+    """Submit an operation, on the last rank only after all others have inspected theirs in flight; then wait for it."""
+    side = side_group(group)
+    if group.rank == group.size - 1:
+        meet(side)
+        work = submit()
+    else:
+        work = submit()
+        yield from look(work)
+        meet(side)
+    yield from same("wait()", work.wait(), True)
+    side.close()
 
 
 def part(side: Group) -> None:
