@@ -84,15 +84,10 @@ def check_elastic(args: argparse.Namespace, ranks: int) -> None:
     """Refuse options that do not go together."""
     chosen = {f"--{option.replace('_', '-')}" for option, value in vars(args).items() if value}
     elastic, keyed = chosen & {"--elastic", "--join"}, chosen & {"--hub", "--join"}
+    begins, stock = chosen & {"--elastic", "--hub"}, chosen & {"--verify-ddp", "--replace-ddp"}
     for found, advice in (
-        (
-            {"--join"} & chosen and chosen & {"--elastic", "--hub"},
-            "not with --join: the run that is joined has its own",
-        ),
-        (
-            elastic and chosen & {"--verify-ddp", "--replace-ddp"},
-            "torch's class is not elastic. Omit --elastic and --join",
-        ),
+        ({"--join"} & chosen and begins, "not with --join: the run that is joined has its own"),
+        (elastic and stock, "torch's class is not elastic. Omit --elastic and --join"),
         (not elastic and chosen & _ELASTIC_ONLY, "it needs --elastic or --join. Add one of them"),
         ({"--chaos"} - chosen and chosen & {"--chaos-seed"}, "it needs --chaos. Add it"),
         (keyed and "hub" in (args.chaos or ()) and {"--chaos hub"}, "the hub is not this launcher's. Omit hub"),

@@ -32,12 +32,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     directory = run_directory(args.run_dir)
     report = load(directory)
-    as_text = args.text or args.other is not None
     if args.other is not None:
         text = compare_text(report, load(run_directory(args.other)))
     else:
         text = render_text(report) if args.text else render_page(report)
-    if as_text and args.output is None:
+    if args.output is None and (args.text or args.other is not None):
         encoding = sys.stdout.encoding or "ascii"
         print(text.encode(encoding, "replace").decode(encoding), end="")
         return 0

@@ -18,7 +18,7 @@ from gradwire.cli.verify_ddp import verify_ddp
 from gradwire.errors import UsageError
 from gradwire.launch.display import Picture, find_terminal
 from gradwire.launch.environment import CHECK_DIVERGENCE, HOOK, NONFINITE, RUN_DIRECTORY, rank_environment
-from gradwire.launch.preload import ELASTIC, PreloadedPython
+from gradwire.launch.preload import ELASTIC_MODULES, MODULES, PreloadedPython
 from gradwire.launch.preload_check import source_of, why_not_preload
 from gradwire.launch.run_script import python_command
 from gradwire.launch.store_host import LOOPBACK, StoreHost
@@ -210,7 +210,7 @@ def _launch(
             spare.update(dict.fromkeys(("GRADWIRE_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(environments))))
         cold = "--no-preload" if args.no_preload else _why_not_preload(args, words[0])
         folder = os.getcwd() if args.module else os.path.dirname(os.path.realpath(words[0]))
-        modules = None if plan is None else ELASTIC
+        modules = MODULES if plan is None else ELASTIC_MODULES
         spec = LaunchSpec(
             command,
             environments,

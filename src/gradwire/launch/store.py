@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
@@ -142,12 +143,8 @@ def _listen(address: Address, world: World) -> socket.socket | None:
 
 def _host_at(address: Address, world: World, deadline: float, timeout: float) -> Store:
     listener = _listen(address, world)
-    try:
+    with on_failure(socket.socket.close, listener) if listener is not None else nullcontext():
         _reach(address, world, deadline, timeout)  # here too: the name may be wrong, or of another host
-    except BaseException:
-        if listener is not None:
-            listener.close()
-        raise
     try:
         # multi_tenant: torch.distributed may open a store at this address in the same process.
         return TCPStore(

@@ -171,7 +171,7 @@ class Supervisor:
         shutdown = self._shutdown
         while not shutdown.is_over(self._now):
             at = self._next_time
-            for key, _ in self._selector.select(None if at is None else max(0.0, at - self._now)):
+            for key, _ in self._selector.select(max(0.0, at - self._now) if at < math.inf else None):
                 key.data()
             self._take_signals()
             if self._interrupts > 1:
@@ -218,13 +218,12 @@ class Supervisor:
         return None if self._has_failed else self._run.watch
 
     @property
-    def _next_time(self) -> float | None:
+    def _next_time(self) -> float:
         """When to wake up if nothing happens before."""
         looks = [] if (watch := self._watch_for_hangs) is None else [watch.next_look]
         if not self._has_failed:
             looks.append(self._display.next_look)
-        times = [look - self._began for look in looks if look < math.inf]
-        return min([*times, *([] if (due := self._shutdown.next_time) is None else [due])], default=None)
+        return min([self._shutdown.next_time, *(look - self._began for look in looks)])
 
     def _read_from(self, fd: int, stream: RankStream) -> None:
         data = _read(fd)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
