@@ -1,4 +1,5 @@
-"""The `gradwire` command: one module per subcommand, each with `add_options(parser)` and `run(args) -> exit code`.
+"""The `gradwire` command: one module per subcommand, each with `add_options(parser)` and `run(args) -> exit code`. Its help shows
+what follows the first line of the module's docstring.
 
 This layer is the user interface: it parses arguments and prints. Except for `launch`, only this layer may read environment
 variables. Only the module of the requested subcommand is imported: most of them import torch, which takes seconds.
@@ -145,6 +146,7 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Any]:
         if name == named:
             with _ended_by_interrupts():
                 command = importlib.import_module(f"gradwire.cli.{name}")
+            one.description = command.__doc__.partition("\n\n")[2]
             command.add_options(one)
             add_debug(one)
     return parser, command

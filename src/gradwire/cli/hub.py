@@ -1,4 +1,9 @@
-"""`gradwire hub`: the hub of an elastic run on a host of its own."""
+"""`gradwire hub`: the hub of an elastic run on a host of its own.
+
+Serve the records of one elastic run: which ranks train together. Ranks need it only when members change, so it may be away for
+a while. Started again with the same file, at the same address, it continues where it was: that is all there is to a recovery,
+also on another host that has the file and the address. It ends with SIGTERM or Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +17,6 @@ from gradwire.launch.hub_host import host_and_port
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Serve the records of one elastic run: which ranks train together. Ranks need it only when members change, so "
-        "it may be away for a while. Started again with the same file, at the same address, it continues where it was: that is "
-        "all there is to a recovery, also on another host that has the file and the address. It ends with SIGTERM or Ctrl-C."
-    )
     parser.epilog = (
         "gradwire run --elastic 2:8 --hub HOST:PORT begins a run at it, gradwire run --join HOST:PORT adds ranks."
     )

@@ -1,4 +1,9 @@
-"""`gradwire inspect`: where every rank of a job is now, whatever has started it."""
+"""`gradwire inspect`: where every rank of a job is now, whatever has started it.
+
+Show where every rank of a job is: the state of its process, its step, the collective that it waits in, and the line of its
+code. If ranks wait for others, these are named, with their stacks. The job goes on (a signal asks each rank for its stacks,
+which ends a sleep() in C code), and need not have been started by gradwire run: its ranks must be recorded, on this host.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +30,6 @@ from gradwire.runtime.host import ProcessState
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Show where every rank of a job is: the state of its process, its step, the collective that it waits in, and "
-        "the line of its code. If ranks wait for others, these are named, with their stacks. The job goes on (a signal asks "
-        "each rank for its stacks, which ends a sleep() in C code), and need not have been started by gradwire run: its ranks must "
-        "be recorded, on this host."
-    )
     add = parser.add_argument
     which = "the directory of a run, or the process id of a rank (default: the latest run)"
     add("run", nargs="?", metavar="RUN", help=which)

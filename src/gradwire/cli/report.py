@@ -1,4 +1,9 @@
-"""`gradwire report`: what a run was, where its time went, and what to look at."""
+"""`gradwire report`: what a run was, where its time went, and what to look at.
+
+Make a page of what the flight recorders of all ranks have written: what the run was, step times, where a step's time goes,
+buckets and collectives of a typical and of the slowest step, bytes, which ranks were late, and warnings with advice. One HTML
+file without references to others. The job may still run, hang, or have been killed. With two runs, compare them.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +20,6 @@ from gradwire.observe.units import plural
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Make a page of what the flight recorders of all ranks have written: what the run was, step times, where a "
-        "step's time goes, buckets and collectives of a typical and of the slowest step, bytes, which ranks were late, and "
-        "warnings with advice. One HTML file without references to others. The job may still run, hang, or have been killed. "
-        "With two runs, compare them."
-    )
     add_run(parser)
     add = parser.add_argument
     other = "a second run: compare the two, side by side, as text"

@@ -1,4 +1,10 @@
-"""`gradwire run`: its options, passed on to the launcher."""
+"""`gradwire run`: its options, passed on to the launcher.
+
+Start N processes of a script on this machine; gw.init() makes them ranks of one world. Each line of their output is shown with
+its rank. When one fails the others are stopped, its traceback is shown last, and its exit code is returned. Signals are
+forwarded to all ranks; a second Ctrl-C kills them. SIGUSR1 shows where every rank stands, and is forwarded only to ranks that
+handle it. Rank 0 reads what is piped in; no rank reads the terminal.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +62,6 @@ HOOKS = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "gradwire run [options] [-m] SCRIPT [arguments of the script]"
-    parser.description = (
-        "Start N processes of a script on this machine; gw.init() makes them ranks of one world. Each line of "
-        "their output is shown with its rank. When one fails the others are stopped, its traceback is shown last, and its "
-        "exit code is returned. Signals are forwarded to all ranks; a second Ctrl-C kills them. SIGUSR1 shows where every rank "
-        "stands, and is forwarded only to ranks that handle it. Rank 0 reads what is piped in; no rank reads the terminal."
-    )
     parser.epilog = (
         "For several hosts use torchrun, mpirun or srun: gw.init() works under each. Elastic runs: --hub and --join."
     )

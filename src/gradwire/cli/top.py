@@ -1,4 +1,10 @@
-"""`gradwire top`: a live view of a job that something else has started."""
+"""`gradwire top`: a live view of a job that something else has started.
+
+Show all ranks of a job while it runs: their steps, how a step is divided into computing and waiting for communication, the rank
+that the others wait for, and the last warning. The job is not disturbed, and need not have been started by gradwire run: its
+ranks must be recorded, on this host. Without a terminal, a line every 10 seconds is printed. It ends with the job, or with
+Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +33,6 @@ _MOMENT = 0.5
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Show all ranks of a job while it runs: their steps, how a step is divided into computing and waiting for "
-        "communication, the rank that the others wait for, and the last warning. The job is not disturbed, and need not have "
-        "been started by gradwire run: its ranks must be recorded, on this host. Without a terminal, a line every 10 seconds is "
-        "printed. It ends with the job, or with Ctrl-C."
-    )
     add_run(parser)
     add = parser.add_argument
     add("--once", action="store_true", help="show the view once, and end")
