@@ -159,3 +159,21 @@ class Transformer(nn.Module):
             drawn = torch.multinomial((logits / 0.6).softmax(-1), 1, generator=generator)
             symbols = torch.cat([symbols, drawn])
         return symbols
+
+
+@dataclass(frozen=True, slots=True)
+class DemoJob:
+    """What to train. `batch_size` is the number of windows that each rank reads per step."""
+
+    size: str
+    steps: int
+    batch_size: int
+    seed: int
+
+    @property
+    def shape(self) -> Shape:
+        return SIZES[self.size]
+
+    def model(self) -> Transformer:
+        """The same model on every rank."""
+        return Transformer(self.shape, len(ALPHABET), torch.Generator().manual_seed(self.seed))

@@ -23,7 +23,8 @@ from rich.text import Text
 import gradwire
 from gradwire import observe
 from gradwire.cli.demo.compare import compare
-from gradwire.cli.demo.train import DemoJob, Trained, Watch, train
+from gradwire.cli.demo.model import DemoJob
+from gradwire.cli.demo.train import Trained, Watch, train
 from gradwire.cli.terminal_svg import terminal_svg
 from gradwire.errors import UsageError
 from gradwire.groups import Deadline, Group

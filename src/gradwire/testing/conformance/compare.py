@@ -7,6 +7,7 @@ check raises, communication itself has failed; then the world cannot be used any
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -207,10 +208,17 @@ def held_up(group: Group, submit: Callable[[], Work], look: Callable[[Work], Pro
     side.close()
 
 
-def part(side: Group) -> None:
-    """Like `meet`, if the group under test is already broken and may have broken its subgroup too."""
-    try:
-        meet(side)
-    except GroupError:
-        side.abort("conformance: the end")
-    side.close()
+def beside(check: Callable[[Group, Group], Problems]) -> Callable[[Group], Problems]:
+    """A check that gets a separate subgroup of all ranks too, in which they meet, also once more at the end."""
+
+    @functools.wraps(check)
+    def run(group: Group) -> Problems:
+        side = side_group(group)
+        yield from check(group, side)
+        try:
+            meet(side)
+        except GroupError:  # the group under test is broken, and may have broken its subgroup too
+            side.abort("conformance: the end")
+        side.close()
+
+    return run

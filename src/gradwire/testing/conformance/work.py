@@ -15,17 +15,7 @@ from gradwire.errors import CollectiveTimeout
 from gradwire.groups.base import Group
 from gradwire.groups.completion import WorkInfo
 from gradwire.groups.work import Work
-from gradwire.testing.conformance.compare import (
-    PATIENCE,
-    SOON,
-    Problems,
-    held_up,
-    holds,
-    raises,
-    same,
-    side_group,
-    unlike,
-)
+from gradwire.testing.conformance.compare import PATIENCE, Problems, held_up, holds, raises, same, side_group, unlike
 from gradwire.testing.conformance.data import blank, draw
 
 
@@ -177,6 +167,8 @@ def check_dropped_work(group: Group) -> Problems:
         group.all_reduce(t, ReduceOp.MAX, async_op=True, label="dropped")
         gc.collect()
         group.barrier()
-        yield from holds(told.wait(SOON), "completion hooks were not called for an operation whose Work was dropped")
+        yield from holds(
+            told.wait(PATIENCE), "completion hooks were not called for an operation whose Work was dropped"
+        )
     want = torch.stack([draw((6,), torch.float64, 68, rank) for rank in range(group.size)]).amax(0)
     yield from unlike("all_reduce whose Work was dropped", t, want)
