@@ -146,7 +146,7 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Any]:
         if name == named:
             with _ended_by_interrupts():
                 command = importlib.import_module(f"gradwire.cli.{name}")
-            one.description = command.__doc__.partition("\n\n")[2]
+            one.description = (command.__doc__ or "").partition("\n\n")[2]
             command.add_options(one)
             add_debug(one)
     return parser, command

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,9 +59,8 @@ def _directory(given: str | None) -> Path:
 
 def inspection(directory: Path, *, whole: bool) -> list[str]:
     """Look once at the ranks that are recorded in `directory`; with `whole`, show all of their stacks."""
-    ranks = RunFollower(directory)
-    watch = HangWatch(ranks, deadline=0.0)
-    try:
+    with closing(RunFollower(directory)) as ranks:
+        watch = HangWatch(ranks, deadline=0.0)
         ranks.look()
         ranks.read_descriptions()
         if not ranks.ranks:
@@ -86,8 +86,6 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
         if outcome is not None:
             lines += ["", f"The run has ended: {outcome.text or 'no rank has failed'}"]
         return lines
-    finally:
-        ranks.close()
 
 
 def _hang_lines(watch: HangWatch, waiting: LongWait | None, outcome: RunOutcome | None) -> list[str]:

@@ -46,9 +46,7 @@ _HINTS = {
     **dict.fromkeys(["--rdzv-endpoint", "--rdzv-backend", "--rdzv-id", "--rdzv-conf"], _SEVERAL_HOSTS),
     "--max-restarts": "Ranks are replaced with --elastic MIN:MAX, for scripts that use gw.elastic()",
     "--no-python": "gradwire run starts Python scripts, and modules with -m. Use torchrun: gw.init() works under it",
-    **dict.fromkeys(
-        ["--redirects", "--tee", "-r", "-t"], "All output is shown; --log-dir DIR writes it to files as well"
-    ),
+    **dict.fromkeys(["--redirects", "--tee", "-r", "-t"], "All output is shown; --log-dir DIR writes it to files too"),
 }
 """Hints for torchrun's options that are not supported."""
 
@@ -117,9 +115,7 @@ def _add_checks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     replace = "run a script written for torch's DistributedDataParallel on gradwire's, unchanged"
     add("--replace-ddp", action="store_true", help=replace)
-    hook = (
-        f"with --replace-ddp: reduce gradients by this hook, with error feedback where it needs it: {', '.join(HOOKS)}"
-    )
+    hook = f"with --replace-ddp: reduce gradients by this hook, with error feedback where needed: {', '.join(HOOKS)}"
     add("--hook", choices=HOOKS, metavar="NAME", help=hook)
     verify = (
         "run the script twice, with fixed seeds, and end it after N optimizer steps: with torch's DistributedDataParallel and with "

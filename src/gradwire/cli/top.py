@@ -13,6 +13,7 @@ import functools
 import os
 import sys
 import time
+from contextlib import closing, suppress
 
 from rich.console import Console
 
@@ -42,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     monitor = RunMonitor(RunFollower(run_directory(args.run_dir), tail=_TAIL))
-    try:
+    with closing(monitor.run), suppress(KeyboardInterrupt):
         monitor.look_back()
         damage = monitor.run.damage
         if not monitor.run.ranks:
@@ -50,19 +51,13 @@ def run(args: argparse.Namespace) -> int:
         for name, what in damage.items():
             print(f"warning: {monitor.run.directory / name}: {what}", file=sys.stderr)
         if not monitor.run.local_ranks:
-            raise UsageError(
-                f"{monitor.run.directory}: the ranks are, or were, on other hosts. Run gradwire top there."
-            )
+            raise UsageError(f"{monitor.run.directory}: its ranks are or were on other hosts. Run gradwire top there.")
         terminal = os.isatty(1) and find_terminal(os.environ) is not None
         if args.once:
             console = Console(width=None if terminal else 80, highlight=False)
             console.print(picture(monitor.status(), console.width, 1000))
         else:
             _follow(monitor, terminal=terminal, every=args.every)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        monitor.run.close()
     return 0
 
 

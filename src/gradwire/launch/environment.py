@@ -90,16 +90,11 @@ def shared_memory_options(
     >>> shared_memory_options({"GRADWIRE_SHM_ROOM": "2G"}, directory="/mnt/shm")
     {'directory': '/mnt/shm', 'room': 2147483648}
     """
-    text = environ.get(SHM_ROOM, "")
-    if room is None and text:
-        room = _bytes(text)
+    if room is None and (text := environ.get(SHM_ROOM, "")):
+        match = re.fullmatch(r"(\d+)\s*([KMGT]?)(iB|B)?", text.strip(), re.IGNORECASE)
+        if match is None:
+            raise UsageError(
+                f"{SHM_ROOM} is {text!r}, not a number of bytes. Write a number, or one with K, M, G or T."
+            )
+        room = int(match[1]) * _UNITS[match[2].upper()]
     return {"directory": directory or environ.get(SHM_DIRECTORY) or None, "room": room}
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(iB|B)?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise UsageError(
-            f"{SHM_ROOM} is {text!r}, not a number of bytes. Write a number, or a number with K, M, G or T."
-        )
-    return int(match[1]) * _UNITS[match[2].upper()]

@@ -79,8 +79,6 @@ class RankProcess:
                 bufsize=0,
                 process_group=self._guardian.pid,
             )
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
         self.stdout, self.stderr = self._process.stdout, self._process.stderr
         self.pid = self._process.pid
         self._guardian.protect(self.pid)

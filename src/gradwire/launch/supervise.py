@@ -189,9 +189,8 @@ class Supervisor:
             save(self._run.directory, how)  # first: `gradwire top` reads it as soon as the ranks are gone
         self._display.end()
         self._end_companions()
-        threads = [
-            error for process in self._ranks.values() if (error := self._error(process.rank, THREAD)) is not None
-        ]
+        errors = (self._error(process.rank, THREAD) for process in self._ranks.values())
+        threads = [error for error in errors if error is not None]
         pids = {process.rank: process.pid for process in self._ranks.values()}
         tails = {rank: err.tail for rank, (_, err) in self._streams.items()}
         lines = report(shutdown, how.text, pids=pids, tails=tails, threads=threads)
@@ -328,9 +327,6 @@ class Supervisor:
         self._drain(process, streams)
         for stream in streams:
             stream.end()
-
-
-# -- small parts -----------------------------------------------------------------------------------------------------------
 
 
 def _read(fd: int) -> bytes | None:

@@ -221,11 +221,9 @@ class MPIWorlds(dict[int, MPIPool]):
                 stack.callback(self.popitem()[1].close)
 
     def keeps_process(self, pid: int) -> bool:
-        """Whether `pid` belongs to a world."""
         return any(world.keeps_process(pid) for world in list(self.values()))
 
     def keeps_descriptor(self, fd: int) -> bool:
-        """Whether `fd` belongs to a world."""
         return any(world.keeps_descriptor(fd) for world in list(self.values()))
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -227,14 +228,11 @@ def _raising(group: Group, side: Group, kind: type[BaseException]) -> Problems:
         except BaseException as error:
             raised.append(error.with_traceback(None))
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), group.events.listen(callback) if group.rank == 0 else nullcontext():
         warnings.simplefilter("ignore")
-        handles = [group.events.listen(callback)] if group.rank == 0 else []
         thread = threading.Thread(target=run, daemon=True)  # in the main thread SystemExit would end the program
         thread.start()
         thread.join(2 * PATIENCE)
-    for handle in handles:
-        handle.remove()
     when = f"after callbacks had raised {kind.__name__}"
     yield from same(f"what operations raised {when}", raised, [])
     yield from same(f"the sum of an all_gather {when}", torch.stack(outputs).sum().item(), 5.0 * group.size)

@@ -14,17 +14,7 @@ import torch
 
 from gradwire.errors import GradwireError, NoSubgroups, UsageError
 from gradwire.groups.base import Group
-from gradwire.testing.conformance import (
-    aliasing,
-    completion,
-    lifecycle,
-    memory,
-    operations,
-    p2p,
-    subgroups,
-    usage,
-    work,
-)
+from gradwire.testing.conformance import aliasing, completion, lifecycle, memory, operations, p2p, split, usage, work
 from gradwire.testing.conformance.compare import Problems
 
 _HERE = Path(__file__).parent
@@ -42,7 +32,7 @@ class Check:
     fresh: bool = False
 
 
-_MODULES = (operations, memory, aliasing, p2p, subgroups, work, completion, usage, lifecycle)
+_MODULES = (operations, memory, aliasing, p2p, split, work, completion, usage, lifecycle)
 _NEEDS = {p2p: (2, False), usage: (2, True), lifecycle: (2, True)}
 """The minimum number of ranks, and whether they may break their world: all checks of a module; then those that differ."""
 _EXCEPTIONS = {
