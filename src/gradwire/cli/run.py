@@ -23,8 +23,8 @@ from gradwire.cli.elastic_options import add_elastic, check_elastic, elastic_pla
 from gradwire.cli.verify_ddp import verify_ddp
 from gradwire.errors import UsageError
 from gradwire.launch.display import Picture, find_terminal
-from gradwire.launch.environment import CHECK_DIVERGENCE, HOOK, NONFINITE, RUN_DIRECTORY, rank_environment
-from gradwire.launch.preload import ELASTIC_MODULES, MODULES, PreloadedPython
+from gradwire.launch.environment import CHECK_DIVERGENCE, HOOK, NONFINITE, RUN_DIRECTORY, LocalWorld, rank_environment
+from gradwire.launch.preload import ELASTIC_MODULES, PreloadedPython
 from gradwire.launch.preload_check import source_of, why_not_preload
 from gradwire.launch.run_script import python_command
 from gradwire.launch.store_host import LOOPBACK, StoreHost
@@ -197,16 +197,13 @@ def _launch(
         extra = {**recorded, **chosen, **variables, **elastic_variables(plan), **dict(args.env)}
         base = {name: value for name, value in os.environ.items() if name != RUN_DIRECTORY}  # of a run around this one
         command = [sys.executable, *options, *(["-m"] if args.module else []), *words]
-        address = Address(LOOPBACK, store.port)
-        environments = [
-            rank_environment(base, extra, rank, size, private=name_of(private), store=address, cpus=cpus)
-            for rank in range(size + args.spares)
-        ]
+        world = LocalWorld(size, name_of(private), Address(LOOPBACK, store.port), cpus)
+        environments = [rank_environment(base, extra, rank, world) for rank in range(size + args.spares)]
         for spare in environments[size:]:
             spare.update(dict.fromkeys(("GRADWIRE_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(environments))))
         cold = "--no-preload" if args.no_preload else _why_not_preload(args, words[0])
         folder = os.getcwd() if args.module else os.path.dirname(os.path.realpath(words[0]))
-        modules = MODULES if plan is None else ELASTIC_MODULES
+        modules = None if plan is None else ELASTIC_MODULES
         spec = LaunchSpec(
             command,
             environments,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradwire.errors import UsageError
 from gradwire.launch.world import Address
@@ -48,17 +48,26 @@ def read_checks(environment: Mapping[str, str]) -> DefaultChecks:
     return DefaultChecks(NonFinite(policy), None if every is None else int(every))
 
 
-def rank_environment(
-    base: Mapping[str, str], extra: Mapping[str, str], rank: int, size: int, *, private: str, store: Address, cpus: int
-) -> dict[str, str]:
-    """The variables of one rank: `base` is the launcher's own environment, `extra` what the user added for the ranks.
+class LocalWorld(NamedTuple):
+    """What the ranks that `gradwire run` starts on this host have in common."""
 
-    `private` is the name of the ranks' private store, and `store` the one for torch's own groups; they share `cpus` cores.
+    size: int
+    private: str
+    """The name of their private store."""
+    store: Address
+    """The store for torch's own groups."""
+    cpus: int
+    """Cores that they share."""
+
+
+def rank_environment(base: Mapping[str, str], extra: Mapping[str, str], rank: int, world: LocalWorld) -> dict[str, str]:
+    """The variables of one rank: `base` is the launcher's own environment, `extra` what the user added for the ranks.
 
     In addition to gradwire's variables a rank gets torch's, so that a script which calls `dist.init_process_group("gloo")` runs
     too; they declare that the store is already hosted. Output is not buffered, a crash in C++ prints a Python traceback, ranks
     share the cores, and gloo listens only on the loopback interface, if a hub does. Variables that the user has set stay.
     """
+    size, private, store, cpus = world
     ours = {
         "GRADWIRE_RANK": str(rank),
         "GRADWIRE_SIZE": str(size),

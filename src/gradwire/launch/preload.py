@@ -64,9 +64,9 @@ class PreloadedPython:
         environments: Sequence[Mapping[str, str]],
         *,
         directory: str,
-        modules: Sequence[str] = MODULES,
+        modules: Sequence[str] | None = None,
     ) -> None:
-        """`modules` are what the server imports."""
+        """`modules` are what the server imports; by default `MODULES`."""
         self.reason: str | None = None
         """Why the server cannot fork: empty if it can, None while it starts."""
         self._command = list(command)
@@ -75,7 +75,7 @@ class PreloadedPython:
         self._control, theirs = socket.socketpair()
         with theirs:
             common = dict(set.intersection(*(set(environ.items()) for environ in environments)))
-            server = {"fd": theirs.fileno(), "modules": modules, "directory": directory}
+            server = {"fd": theirs.fileno(), "modules": modules or MODULES, "directory": directory}
             self._process = subprocess.Popen(
                 self._command,
                 env={**common, SERVER: json.dumps(server)},

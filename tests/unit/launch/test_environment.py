@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 from gradwire.groups.kinds import default_kind
 from gradwire.launch import Address, Launcher, World, find_world
 from gradwire.launch.entry import _agree
-from gradwire.launch.environment import HUB, rank_environment
+from gradwire.launch.environment import HUB, LocalWorld, rank_environment
 from gradwire.launch.preload_check import source_of, why_not_preload
 
 STORE = Address("127.0.0.1", 4000)
@@ -19,7 +19,7 @@ PRIVATE = "123:4:5:678"
 
 
 def environment(base=None, extra=None, *, rank=1, size=4, cpus=10):
-    return rank_environment(base or {}, extra or {}, rank, size, private=PRIVATE, store=STORE, cpus=cpus)
+    return rank_environment(base or {}, extra or {}, rank, LocalWorld(size, PRIVATE, STORE, cpus))
 
 
 def test_a_rank_finds_its_world():
