@@ -31,7 +31,7 @@ from benchmarks.timing import Ratio, Series, compare, slowest
 from benchmarks.training_rank import Trial, run_trial
 from benchmarks.world import RankContext, bar, run_world
 from gradwire.cli.demo.compare import measure
-from gradwire.cli.demo.train import DemoJob
+from gradwire.cli.demo.model import DemoJob
 from gradwire.groups import SharedMemoryGroup
 
 OURS, THEIRS = "gradwire", "gloo"

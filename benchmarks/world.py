@@ -30,7 +30,8 @@ from gradwire.testing import mpi
 from gradwire.testing.mpi import MPIPool
 from gradwire.testing.pool.pool import RankPool
 from gradwire.testing.pool.process import FRESH, WORKER_SETTINGS, Spawn
-from gradwire.testing.pool.protocol import JobContext, RankResult, RemoteTraceback, root_failure
+from gradwire.testing.pool.protocol import JobContext, RankResult, RemoteTraceback
+from gradwire.testing.ranks import root_failure
 
 _ROOT = Path(__file__).resolve().parent.parent
 _LAST_LINES = 60

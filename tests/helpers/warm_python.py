@@ -156,13 +156,11 @@ class WarmPython:
         path: str = "<string>",
         capture: bool = False,
     ) -> WarmProcess:
-        """As `ForkServer.start`; with `capture`, `communicate` returns what the process writes."""
-        if not capture:
-            return WarmProcess(self.server.start(code, *args, fds=fds, env=env, path=path))
-        outputs = [_output(name) for name in ("stdout", "stderr")]
+        """As `ForkServer.start`, by default with the output of this process; with `capture`, `communicate` returns it."""
+        outputs = [_output(name) for name in ("stdout", "stderr")] if capture else []
         with open(os.devnull) as nothing:
-            process = self.server.start(code, *args, fds=(nothing.fileno(), *outputs), env=env, path=path)
-        return WarmProcess(process, outputs)
+            streams = fds or (nothing.fileno(), *(outputs or (1, 2)))
+            return WarmProcess(self.server.start(code, *args, fds=streams, env=env or {}, path=path), outputs)
 
     def talk(self, code: str, *args: str, path: str = "<string>") -> WarmProcess:
         """Run `code` in a new process whose standard input and output are pipes, its `stdin` and `stdout`.

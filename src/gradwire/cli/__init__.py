@@ -1,4 +1,5 @@
-"""The `gradwire` command: one module per subcommand, each with `add_options(parser)` and `run(args) -> exit code`.
+"""The `gradwire` command: one module per subcommand, each with `add_options(parser)` and `run(args) -> exit code`. Its help shows
+what follows the first line of the module's docstring.
 
 This layer is the user interface: it parses arguments and prints. Except for `launch`, only this layer may read environment
 variables. Only the module of the requested subcommand is imported: most of them import torch, which takes seconds.
@@ -33,7 +34,6 @@ COMMANDS: Mapping[str, str] = {
     "trace": "merge what all ranks of a run did into one trace",
 }
 """The modules of this package that are subcommands, and what each does."""
-_MOVED = ("bench", "lab")
 _USAGE = 2  # as in argparse
 _INTERRUPTED = 130  # 128 + SIGINT, as in shells
 _BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -46,13 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
 
     def run(args: argparse.Namespace) -> int:
-        if words and words[0] in _MOVED:
-            what = next((word for word in words[1:] if not word.startswith("-")), "WHAT")
-            print(
-                f"gradwire {words[0]} has moved: run python -m benchmarks {what} in a clone of gradwire.",
-                file=sys.stderr,
-            )
-            return _USAGE
         parser, command = _parser(words)
         parse(parser, words, args)
         code: int = command.run(args)
@@ -106,16 +99,15 @@ def _open_closed_outputs() -> None:
 @contextmanager
 def _ended_by_interrupts() -> Iterator[None]:
     """Let Ctrl-C end the process, without an exception, while modules are imported: some of torch's catch it, and go on."""
-    if threading.current_thread() is not threading.main_thread():
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _output_failed(error: OSError) -> int:
@@ -154,6 +146,7 @@ def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, Any]:
         if name == named:
             with _ended_by_interrupts():
                 command = importlib.import_module(f"gradwire.cli.{name}")
+            one.description = (command.__doc__ or "").partition("\n\n")[2]
             command.add_options(one)
             add_debug(one)
     return parser, command

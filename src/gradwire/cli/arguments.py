@@ -18,9 +18,10 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line. Those of argparse begin with the usage, and many options hide what is wrong."""
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """Spellings with an underscore, as of torchrun, are accepted, and not shown in help and errors."""
-        action = super().add_argument(*names, **options)
-        action.option_strings = [name for name in action.option_strings if "_" not in name]
+        """Spellings with underscores, as of torchrun, are accepted too, and not shown in help and errors."""
+        others = {f"--{name[2:].replace('-', '_')}" for name in names if name.startswith("--")} - {*names}
+        action = super().add_argument(*names, *others, **options)
+        action.option_strings = [name for name in action.option_strings if name not in others]
         return action
 
     def error(self, message: str) -> NoReturn:

@@ -38,12 +38,12 @@ def add_elastic(parser: argparse.ArgumentParser) -> None:
     join = "add ranks of this machine to the elastic run with the hub at this address"
     add("--join", type=address, metavar="HOST:PORT", help=join)
     key = "the file with the key of the hub, for --hub and --join; with --elastic alone it is made if it does not exist"
-    add("--key-file", "--key_file", type=Path, metavar="FILE", help=key)
+    add("--key-file", type=Path, metavar="FILE", help=key)
     chaos = "with --elastic or --join: faults at random times, so many in a second on this machine, once training has begun: "
     chaos += "kill, stop (SIGSTOP, for 2 s) or term (SIGTERM) a rank, or kill the hub; e.g. kill=0.05/s,stop=0.01/s,hub=0.01/s"
     add("--chaos", type=chaos_rates, metavar="KIND=RATE/s,...", help=chaos)
     seed = "with --chaos: the seed of the times and ranks of the faults (default: %(default)s)"
-    add("--chaos-seed", "--chaos_seed", type=int, default=0, metavar="N", help=seed)
+    add("--chaos-seed", type=int, default=0, metavar="N", help=seed)
 
 
 def elastic_plan(args: argparse.Namespace, directory: Path) -> ElasticPlan | None:
@@ -84,15 +84,10 @@ def check_elastic(args: argparse.Namespace, ranks: int) -> None:
     """Refuse options that do not go together."""
     chosen = {f"--{option.replace('_', '-')}" for option, value in vars(args).items() if value}
     elastic, keyed = chosen & {"--elastic", "--join"}, chosen & {"--hub", "--join"}
+    begins, stock = chosen & {"--elastic", "--hub"}, chosen & {"--verify-ddp", "--replace-ddp"}
     for found, advice in (
-        (
-            {"--join"} & chosen and chosen & {"--elastic", "--hub"},
-            "not with --join: the run that is joined has its own",
-        ),
-        (
-            elastic and chosen & {"--verify-ddp", "--replace-ddp"},
-            "torch's class is not elastic. Omit --elastic and --join",
-        ),
+        ({"--join"} & chosen and begins, "not with --join: the run that is joined has its own"),
+        (elastic and stock, "torch's class is not elastic. Omit --elastic and --join"),
         (not elastic and chosen & _ELASTIC_ONLY, "it needs --elastic or --join. Add one of them"),
         ({"--chaos"} - chosen and chosen & {"--chaos-seed"}, "it needs --chaos. Add it"),
         (keyed and "hub" in (args.chaos or ()) and {"--chaos hub"}, "the hub is not this launcher's. Omit hub"),

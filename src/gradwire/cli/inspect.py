@@ -1,9 +1,15 @@
-"""`gradwire inspect`: where every rank of a job is now, whatever has started it."""
+"""`gradwire inspect`: where every rank of a job is now, whatever has started it.
+
+Show where every rank of a job is: the state of its process, its step, the collective that it waits in, and the line of its
+code. If ranks wait for others, these are named, with their stacks. The job goes on (a signal asks each rank for its stacks,
+which ends a sleep() in C code), and need not have been started by gradwire run: its ranks must be recorded, on this host.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,12 +30,6 @@ from gradwire.runtime.host import ProcessState
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Show where every rank of a job is: the state of its process, its step, the collective that it waits in, and "
-        "the line of its code. If ranks wait for others, these are named, with their stacks. The job goes on (a signal asks "
-        "each rank for its stacks, which ends a sleep() in C code), and need not have been started by gradwire run: its ranks must "
-        "be recorded, on this host."
-    )
     add = parser.add_argument
     which = "the directory of a run, or the process id of a rank (default: the latest run)"
     add("run", nargs="?", metavar="RUN", help=which)
@@ -58,9 +58,8 @@ def _directory(given: str | None) -> Path:
 
 def inspection(directory: Path, *, whole: bool) -> list[str]:
     """Look once at the ranks that are recorded in `directory`; with `whole`, show all of their stacks."""
-    ranks = RunFollower(directory)
-    watch = HangWatch(ranks, deadline=0.0)
-    try:
+    with closing(RunFollower(directory)) as ranks:
+        watch = HangWatch(ranks, deadline=0.0)
         ranks.look()
         ranks.read_descriptions()
         if not ranks.ranks:
@@ -86,8 +85,6 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
         if outcome is not None:
             lines += ["", f"The run has ended: {outcome.text or 'no rank has failed'}"]
         return lines
-    finally:
-        ranks.close()
 
 
 def _hang_lines(watch: HangWatch, waiting: LongWait | None, outcome: RunOutcome | None) -> list[str]:

@@ -63,15 +63,11 @@ def _cells(rank: RankStatus) -> list[str | Text]:
     step = str(rank.step) if rank.step >= 0 else ""
     if not rank.seconds:
         return [str(rank.rank), step, "", "", "", "", ""]
-    known = milliseconds(rank.compute), milliseconds(rank.exposed), size(rank.nbytes)
+    known = ["", "", ""]
+    if rank.has_communication:
+        known = [milliseconds(rank.compute), milliseconds(rank.exposed), size(rank.nbytes)]
     late = Text(signed_milliseconds(rank.late), style="bold yellow" if rank.is_slow else "")
-    return [
-        str(rank.rank),
-        step,
-        milliseconds(rank.seconds),
-        *(known if rank.has_communication else ("", "", "")),
-        late,
-    ]
+    return [str(rank.rank), step, milliseconds(rank.seconds), *known, late]
 
 
 def _now(rank: RankStatus) -> Text:

@@ -1,4 +1,9 @@
-"""`gradwire report`: what a run was, where its time went, and what to look at."""
+"""`gradwire report`: what a run was, where its time went, and what to look at.
+
+Make a page of what the flight recorders of all ranks have written: what the run was, step times, where a step's time goes,
+buckets and collectives of a typical and of the slowest step, bytes, which ranks were late, and warnings with advice. One HTML
+file without references to others. The job may still run, hang, or have been killed. With two runs, compare them.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +20,6 @@ from gradwire.observe.units import plural
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Make a page of what the flight recorders of all ranks have written: what the run was, step times, where a "
-        "step's time goes, buckets and collectives of a typical and of the slowest step, bytes, which ranks were late, and "
-        "warnings with advice. One HTML file without references to others. The job may still run, hang, or have been killed. "
-        "With two runs, compare them."
-    )
     add_run(parser)
     add = parser.add_argument
     other = "a second run: compare the two, side by side, as text"
@@ -32,12 +31,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     directory = run_directory(args.run_dir)
     report = load(directory)
-    as_text = args.text or args.other is not None
     if args.other is not None:
         text = compare_text(report, load(run_directory(args.other)))
     else:
         text = render_text(report) if args.text else render_page(report)
-    if as_text and args.output is None:
+    if args.output is None and (args.text or args.other is not None):
         encoding = sys.stdout.encoding or "ascii"
         print(text.encode(encoding, "replace").decode(encoding), end="")
         return 0

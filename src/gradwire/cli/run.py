@@ -1,4 +1,10 @@
-"""`gradwire run`: its options, passed on to the launcher."""
+"""`gradwire run`: its options, passed on to the launcher.
+
+Start N processes of a script on this machine; gw.init() makes them ranks of one world. Each line of their output is shown with
+its rank. When one fails the others are stopped, its traceback is shown last, and its exit code is returned. Signals are
+forwarded to all ranks; a second Ctrl-C kills them. SIGUSR1 shows where every rank stands, and is forwarded only to ranks that
+handle it. Rank 0 reads what is piped in; no rank reads the terminal.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +24,7 @@ from gradwire.cli.verify_ddp import verify_ddp
 from gradwire.errors import UsageError
 from gradwire.launch.display import Picture, find_terminal
 from gradwire.launch.environment import CHECK_DIVERGENCE, HOOK, NONFINITE, RUN_DIRECTORY, LocalWorld, rank_environment
-from gradwire.launch.preload import ELASTIC, PreloadedPython
+from gradwire.launch.preload import ELASTIC_MODULES, PreloadedPython
 from gradwire.launch.preload_check import source_of, why_not_preload
 from gradwire.launch.run_script import python_command
 from gradwire.launch.store_host import LOOPBACK, StoreHost
@@ -40,9 +46,7 @@ _HINTS = {
     **dict.fromkeys(["--rdzv-endpoint", "--rdzv-backend", "--rdzv-id", "--rdzv-conf"], _SEVERAL_HOSTS),
     "--max-restarts": "Ranks are replaced with --elastic MIN:MAX, for scripts that use gw.elastic()",
     "--no-python": "gradwire run starts Python scripts, and modules with -m. Use torchrun: gw.init() works under it",
-    **dict.fromkeys(
-        ["--redirects", "--tee", "-r", "-t"], "All output is shown; --log-dir DIR writes it to files as well"
-    ),
+    **dict.fromkeys(["--redirects", "--tee", "-r", "-t"], "All output is shown; --log-dir DIR writes it to files too"),
 }
 """Hints for torchrun's options that are not supported."""
 
@@ -56,12 +60,6 @@ HOOKS = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = "gradwire run [options] [-m] SCRIPT [arguments of the script]"
-    parser.description = (
-        "Start N processes of a script on this machine; gw.init() makes them ranks of one world. Each line of "
-        "their output is shown with its rank. When one fails the others are stopped, its traceback is shown last, and its "
-        "exit code is returned. Signals are forwarded to all ranks; a second Ctrl-C kills them. SIGUSR1 shows where every rank "
-        "stands, and is forwarded only to ranks that handle it. Rank 0 reads what is piped in; no rank reads the terminal."
-    )
     parser.epilog = (
         "For several hosts use torchrun, mpirun or srun: gw.init() works under each. Elastic runs: --hub and --join."
     )
@@ -78,17 +76,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _add_starting(parser: argparse.ArgumentParser) -> None:
     """How ranks are started and ended, and what is done with their output."""
     add = parser.add_argument
-    names = ("-n", "--nproc", "--nproc-per-node", "--nproc_per_node")
     ranks = "number of ranks, or gpu, cpu or auto (default: one per GPU, else one per core)"
-    add(*names, type=_count, default="auto", metavar="N", help=ranks)
+    add("-n", "--nproc", "--nproc-per-node", type=_count, default="auto", metavar="N", help=ranks)
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as after python -m")
     env = "set an environment variable for the ranks; may be repeated"
     add("--env", action="append", default=[], type=_assignment, metavar="NAME=VALUE", help=env)
     preload = "let each rank import torch itself, instead of forking all from a process that has imported it"
-    add("--no-preload", "--no_preload", action="store_true", help=preload)
+    add("--no-preload", action="store_true", help=preload)
     add("--no-prefix", action="store_true", help="show lines without the rank")
     logs = "also write each rank's output to DIR/rank-N.log"
-    add("--log-dir", "--log_dir", type=Path, metavar="DIR", help=logs)
+    add("--log-dir", type=Path, metavar="DIR", help=logs)
     timeout = "how long ranks may take to end after SIGTERM before they are killed (default: %(default)g)"
     add("--timeout", type=_seconds, default=10.0, metavar="SECONDS", help=timeout)
     add("--standalone", action="store_true", help="as for torchrun; ranks are always on this machine only")
@@ -99,12 +96,11 @@ def _add_recording(parser: argparse.ArgumentParser) -> None:
     """What is recorded of the ranks, and shown while they run."""
     add = parser.add_argument
     run_dir = "where the flight recorders of the ranks write (default: a new directory in ~/.local/state/gradwire/runs, where "
-    add("--run-dir", "--run_dir", type=Path, metavar="DIR", help=f"{run_dir}the last {KEPT} runs are kept)")
+    add("--run-dir", type=Path, metavar="DIR", help=f"{run_dir}the last {KEPT} runs are kept)")
     add("--no-record", action="store_true", help="do not record what the ranks do")
     hang = "report a hang when ranks have waited for so long in a collective, and ten times as long as usual (default: "
     hang += "%(default)g; 0 or never: do not)"
-    names = ("--hang-after", "--hang_after")
-    add(*names, type=_hang_after, default=SOFT_DEADLINE, metavar="SECONDS", help=hang)
+    add("--hang-after", type=_hang_after, default=SOFT_DEADLINE, metavar="SECONDS", help=hang)
     watch = "show all ranks in a live view below their output; without a terminal, the same as --stats 10"
     add("--watch", action="store_true", help=watch)
     add("--stats", type=positive, metavar="SECONDS", help="print a line of figures of the run at this interval")
@@ -118,24 +114,22 @@ def _add_checks(parser: argparse.ArgumentParser) -> None:
     """What gradwire's models do in scripts that do not choose it."""
     add = parser.add_argument
     replace = "run a script written for torch's DistributedDataParallel on gradwire's, unchanged"
-    add("--replace-ddp", "--replace_ddp", action="store_true", help=replace)
-    hook = (
-        f"with --replace-ddp: reduce gradients by this hook, with error feedback where it needs it: {', '.join(HOOKS)}"
-    )
+    add("--replace-ddp", action="store_true", help=replace)
+    hook = f"with --replace-ddp: reduce gradients by this hook, with error feedback where needed: {', '.join(HOOKS)}"
     add("--hook", choices=HOOKS, metavar="NAME", help=hook)
     verify = (
         "run the script twice, with fixed seeds, and end it after N optimizer steps: with torch's DistributedDataParallel and with "
         "gradwire's; compare gradients and parameters of each step, bit by bit. Exit code 0: equal; 1: different; 2: they cannot "
         "be compared; or that of the script if it fails. Not with --hook: a hook that compresses changes gradients"
     )
-    add("--verify-ddp", "--verify_ddp", type=at_least(1), metavar="N", help=verify)
+    add("--verify-ddp", type=at_least(1), metavar="N", help=verify)
     nonfinite = (
         "check the gradients of gradwire's models for NaN and infinity, unless the script chooses a policy: end the run, "
         "skip such steps, or only record them (on a CPU, the first one is recorded in any case)"
     )
     add("--nonfinite", choices=("raise", "skip", "record"), help=nonfinite)
     divergence = "compare the replicas of gradwire's models bit by bit every so many steps; end the run if they differ"
-    add("--check-divergence", "--check_divergence", type=at_least(1), metavar="STEPS", help=divergence)
+    add("--check-divergence", type=at_least(1), metavar="STEPS", help=divergence)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -195,7 +189,6 @@ def _launch(
             stack.callback(ranks.close)
         errors = recorded.get(RUN_DIRECTORY) or stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-"))
         options = python_command(starter, errors=errors, observe=observe and bool(recorded))
-        world = LocalWorld(size, name_of(private), Address(LOOPBACK, store.port), cpus)
         checks = {NONFINITE: args.nonfinite, CHECK_DIVERGENCE: args.check_divergence, HOOK: args.hook}
         chosen = {name: str(value) for name, value in checks.items() if value is not None}
         plan = elastic_plan(args, Path(errors))
@@ -204,12 +197,13 @@ def _launch(
         extra = {**recorded, **chosen, **variables, **elastic_variables(plan), **dict(args.env)}
         base = {name: value for name, value in os.environ.items() if name != RUN_DIRECTORY}  # of a run around this one
         command = [sys.executable, *options, *(["-m"] if args.module else []), *words]
+        world = LocalWorld(size, name_of(private), Address(LOOPBACK, store.port), cpus)
         environments = [rank_environment(base, extra, rank, world) for rank in range(size + args.spares)]
         for spare in environments[size:]:
             spare.update(dict.fromkeys(("GRADWIRE_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(environments))))
         cold = "--no-preload" if args.no_preload else _why_not_preload(args, words[0])
         folder = os.getcwd() if args.module else os.path.dirname(os.path.realpath(words[0]))
-        modules = None if plan is None else ELASTIC
+        modules = None if plan is None else ELASTIC_MODULES
         spec = LaunchSpec(
             command,
             environments,

@@ -1,4 +1,9 @@
-"""`gradwire suggest`: which hook to use, from what a run has recorded."""
+"""`gradwire suggest`: which hook to use, from what a run has recorded.
+
+Predict what a step of a recorded run would take with each of a few hooks, from the time in which its ranks only wait, from what
+its link carries and from what hooks compute, and suggest one, with the line to paste; or none, where none would save a tenth of
+a step (a third on one host). The run must have had no hook, on the ranks and the link to decide for.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,6 @@ from gradwire.observe.report.suggest import suggest_text
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Predict what a step of a recorded run would take with each of a few hooks, from the time in which its ranks "
-        "only wait, from what its link carries and from what hooks compute, and suggest one, with the line to paste; or none, "
-        "where none would save a tenth of a step (a third on one host). The run must have had no hook, on the "
-        "ranks and the link to decide for."
-    )
     parser.epilog = "Within one machine that is usually none. docs/hook-catalog.md has the costs of each."
     add_run(parser)
 

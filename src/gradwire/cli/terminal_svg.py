@@ -29,11 +29,11 @@ _FORMAT = """\
 """
 
 
-def terminal_svg(*parts: RenderableType, title: str, columns: int = 80) -> str:
-    """What a terminal of so many columns would show of `parts`, as SVG."""
+def terminal_svg(*parts: RenderableType, title: str) -> str:
+    """What a terminal of 80 columns would show of `parts`, as SVG."""
     console = Console(
         file=io.StringIO(),
-        width=columns,
+        width=80,
         record=True,
         force_terminal=True,
         color_system="truecolor",

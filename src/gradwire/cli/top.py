@@ -1,4 +1,10 @@
-"""`gradwire top`: a live view of a job that something else has started."""
+"""`gradwire top`: a live view of a job that something else has started.
+
+Show all ranks of a job while it runs: their steps, how a step is divided into computing and waiting for communication, the rank
+that the others wait for, and the last warning. The job is not disturbed, and need not have been started by gradwire run: its
+ranks must be recorded, on this host. Without a terminal, a line every 10 seconds is printed. It ends with the job, or with
+Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ import functools
 import os
 import sys
 import time
+from contextlib import closing, suppress
 
 from rich.console import Console
 
@@ -27,12 +34,6 @@ _MOMENT = 0.5
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Show all ranks of a job while it runs: their steps, how a step is divided into computing and waiting for "
-        "communication, the rank that the others wait for, and the last warning. The job is not disturbed, and need not have "
-        "been started by gradwire run: its ranks must be recorded, on this host. Without a terminal, a line every 10 seconds is "
-        "printed. It ends with the job, or with Ctrl-C."
-    )
     add_run(parser)
     add = parser.add_argument
     add("--once", action="store_true", help="show the view once, and end")
@@ -42,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     monitor = RunMonitor(RunFollower(run_directory(args.run_dir), tail=_TAIL))
-    try:
+    with closing(monitor.run), suppress(KeyboardInterrupt):
         monitor.look_back()
         damage = monitor.run.damage
         if not monitor.run.ranks:
@@ -50,19 +51,13 @@ def run(args: argparse.Namespace) -> int:
         for name, what in damage.items():
             print(f"warning: {monitor.run.directory / name}: {what}", file=sys.stderr)
         if not monitor.run.local_ranks:
-            raise UsageError(
-                f"{monitor.run.directory}: the ranks are, or were, on other hosts. Run gradwire top there."
-            )
+            raise UsageError(f"{monitor.run.directory}: its ranks are or were on other hosts. Run gradwire top there.")
         terminal = os.isatty(1) and find_terminal(os.environ) is not None
         if args.once:
             console = Console(width=None if terminal else 80, highlight=False)
             console.print(picture(monitor.status(), console.width, 1000))
         else:
             _follow(monitor, terminal=terminal, every=args.every)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        monitor.run.close()
     return 0
 
 

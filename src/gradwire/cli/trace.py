@@ -1,4 +1,8 @@
-"""`gradwire trace`: what all ranks of a run did, as one picture."""
+"""`gradwire trace`: what all ranks of a run did, as one picture.
+
+Merge what the flight recorders of all ranks have written into one trace: steps, buckets and collectives of every rank on one
+clock. Open it in ui.perfetto.dev or chrome://tracing. The job may still run, hang, or have been killed.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,6 @@ from gradwire.observe.units import plural
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Merge what the flight recorders of all ranks have written into one trace: steps, buckets and collectives of "
-        "every rank on one clock. Open it in ui.perfetto.dev or chrome://tracing. The job may still run, hang, or have been "
-        "killed."
-    )
     add_run(parser)
     add = parser.add_argument
     add("-o", "--output", type=Path, default=Path("trace.json"), metavar="FILE", help="the file (default: trace.json)")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradwire.errors import UsageError
 from gradwire.launch.world import Address
@@ -49,8 +48,7 @@ def read_checks(environment: Mapping[str, str]) -> DefaultChecks:
     return DefaultChecks(NonFinite(policy), None if every is None else int(every))
 
 
-@dataclass(frozen=True, slots=True)
-class LocalWorld:
+class LocalWorld(NamedTuple):
     """What the ranks that `gradwire run` starts on this host have in common."""
 
     size: int
@@ -69,21 +67,22 @@ def rank_environment(base: Mapping[str, str], extra: Mapping[str, str], rank: in
     too; they declare that the store is already hosted. Output is not buffered, a crash in C++ prints a Python traceback, ranks
     share the cores, and gloo listens only on the loopback interface, if a hub does. Variables that the user has set stay.
     """
+    size, private, store, cpus = world
     ours = {
         "GRADWIRE_RANK": str(rank),
-        "GRADWIRE_SIZE": str(world.size),
-        "GRADWIRE_STORE": world.private,
+        "GRADWIRE_SIZE": str(size),
+        "GRADWIRE_STORE": private,
         "RANK": str(rank),
-        "WORLD_SIZE": str(world.size),
+        "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world.size),
-        "MASTER_ADDR": world.store.host,
-        "MASTER_PORT": str(world.store.port),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, world.cpus // world.size)),
+        "OMP_NUM_THREADS": str(max(1, cpus // size)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         **({"GLOO_SOCKET_IFNAME": "lo"} if extra.get(HUB, "127.").startswith("127.") else {}),
@@ -100,16 +99,11 @@ def shared_memory_options(
     >>> shared_memory_options({"GRADWIRE_SHM_ROOM": "2G"}, directory="/mnt/shm")
     {'directory': '/mnt/shm', 'room': 2147483648}
     """
-    text = environ.get(SHM_ROOM, "")
-    if room is None and text:
-        room = _bytes(text)
+    if room is None and (text := environ.get(SHM_ROOM, "")):
+        match = re.fullmatch(r"(\d+)\s*([KMGT]?)(iB|B)?", text.strip(), re.IGNORECASE)
+        if match is None:
+            raise UsageError(
+                f"{SHM_ROOM} is {text!r}, not a number of bytes. Write a number, or one with K, M, G or T."
+            )
+        room = int(match[1]) * _UNITS[match[2].upper()]
     return {"directory": directory or environ.get(SHM_DIRECTORY) or None, "room": room}
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(iB|B)?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise UsageError(
-            f"{SHM_ROOM} is {text!r}, not a number of bytes. Write a number, or a number with K, M, G or T."
-        )
-    return int(match[1]) * _UNITS[match[2].upper()]

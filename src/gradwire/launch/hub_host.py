@@ -61,7 +61,6 @@ class HubHost:
             self.process.communicate()
 
     def close(self) -> None:
-        """End the process."""
         self._listener.close()
         self._end()
 

@@ -19,7 +19,7 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from gradwire.launch.environment import SERVER
 from gradwire.launch.preload_server import READY
@@ -28,7 +28,7 @@ from gradwire.runtime.fork_server import START_LIMIT, ask
 
 MODULES = ("torch",)
 """What the server imports."""
-ELASTIC = (
+ELASTIC_MODULES = (
     *(*MODULES, "encodings.idna", "gradwire.elasticity.preloaded", "gradwire.autograd.compiled.inductor_pass"),
     *("gradwire.launch.elastic_entry", "gradwire.observe.recording"),
 )
@@ -86,14 +86,9 @@ class PreloadedPython:
                 pass_fds=[theirs.fileno()],
                 process_group=self._guardian.pid,
             )
+        self._pipes: dict[int, Any] = {1: self._process.stdout, 2: self._process.stderr}
         self.descriptors = [self._control.fileno(), *(pipe.fileno() for pipe in self._pipes.values())]
         """To be watched while `reason` is None, and passed to `read`."""
-
-    @property
-    def _pipes(self) -> dict[int, IO[bytes]]:
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        return {1: self._process.stdout, 2: self._process.stderr}
 
     def read(self) -> None:
         """Read what has arrived from the server."""

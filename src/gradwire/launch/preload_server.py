@@ -110,13 +110,10 @@ def _hidden(imported: Iterable[str], directory: str) -> str:
     tops = {name.partition(".")[0] for name in imported}
     for entry in os.scandir(directory):
         name, _, ending = entry.name.partition(".")
-        if name not in tops or not (ending in ("py", "pyc") or ending.endswith("so") or _is_package(entry)):
+        is_package = os.path.exists(os.path.join(entry.path, "__init__.py"))
+        if name not in tops or not (is_package or ending in ("py", "pyc") or ending.endswith("so")):
             continue
         file = getattr(sys.modules.get(name), "__file__", None) or ""
         if not file.startswith(os.path.join(directory, name)):
             return f"{entry.path} comes before the module {name} that it imports"
     return ""
-
-
-def _is_package(entry: os.DirEntry[str]) -> bool:
-    return os.path.exists(os.path.join(entry.path, "__init__.py"))

@@ -14,7 +14,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -79,8 +79,6 @@ class RankProcess:
                 bufsize=0,
                 process_group=self._guardian.pid,
             )
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
         self.stdout, self.stderr = self._process.stdout, self._process.stderr
         self.pid = self._process.pid
         self._guardian.protect(self.pid)
@@ -113,8 +111,13 @@ class RankProcess:
 
     def companions(self) -> list[int]:
         """Processes of the rank's group that still run, except the rank and its guardian."""
-        ours = (self.pid, self._guardian.pid)
-        return [pid for pid, group, state in _processes() if group in ours and pid not in ours and state not in "ZX"]
+        ours, found = (self.pid, self._guardian.pid), []
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+                state, _, group = file.read().rpartition(b")")[2].split()[:3]
+                if int(group) in ours and pid not in ours and state not in b"ZX":
+                    found.append(pid)
+        return found
 
     def release(self) -> None:
         """Kill what is left of its group, reap it, and close its descriptors. May be called again."""
@@ -139,11 +142,3 @@ def exit_status(pidfd: int) -> int | None:
     if result is None:
         return None
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-
-
-def _processes() -> Iterator[tuple[int, int, str]]:
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                state, _, group = file.read().rpartition(b")")[2].split()[:3]
-                yield int(name), int(group), state.decode()

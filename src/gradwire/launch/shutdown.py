@@ -20,6 +20,7 @@ the rank that raised the error.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -114,24 +115,21 @@ class Shutdown:
         """What was lost that ended the run, if no rank had failed before."""
         self._output_lost = False
         self._grace = grace
-        self._stop_at: float | None = None
-        self._kill_at: float | None = None
-        self._give_up_at: float | None = None
-        self._told_at: float | None = None
+        self._stop_at = self._kill_at = self._give_up_at = math.inf
+        self._told_at = math.inf
         """When ranks were sent the first signal to end."""
 
     def ended(self, ending: Ending) -> None:
         self.running.discard(ending.rank)
-        told = self._told_at is not None and (ending.error is None or ending.error.time >= self._told_at)
+        told = self._told_at < math.inf and (ending.error is None or ending.error.time >= self._told_at)
         ending = replace(ending, stopped=told or (self._is_ending and ending.status != 0))
         self.endings.append(ending)
         if ending.failed:
-            at = ending.after + (NEAR if ending.consequence else 0.0)
-            self._stop_at = _earlier(self._stop_at, at)
-        elif ending.status != 0 and self._told_at is None:
-            self._kill_at = _earlier(self._kill_at, ending.after + self._grace)
+            self._stop_at = min(self._stop_at, ending.after + (NEAR if ending.consequence else 0.0))
+        elif ending.status != 0 and self._told_at == math.inf:
+            self._kill_at = min(self._kill_at, ending.after + self._grace)
             if ending.while_starting:
-                self._stop_at = _earlier(self._stop_at, ending.after + NEAR)
+                self._stop_at = min(self._stop_at, ending.after + NEAR)
 
     def retire(self, rank: int) -> None:
         """The run goes on without this rank."""
@@ -139,10 +137,10 @@ class Shutdown:
 
     def signalled(self, number: signal.Signals, now: float) -> None:
         """The launcher has received a signal and forwarded it."""
-        if number in STOPPING and self._stop_at is None:
+        if number in STOPPING and self._stop_at == math.inf:
             self.stopped_by = self.stopped_by or number
         if number in _ENDING_SOON:
-            self._kill_at = _earlier(self._kill_at, now + self._grace)
+            self._kill_at = min(self._kill_at, now + self._grace)
 
     def lose(self, what: str, now: float, *, output: bool = False) -> None:
         """The ranks or their output need something that is no longer there: stop them as after a failure.
@@ -152,12 +150,12 @@ class Shutdown:
         self._output_lost |= output
         if self.first is None or self.first.consequence:
             self.lost = self.lost or what
-        self._stop_at = _earlier(self._stop_at, now)
+        self._stop_at = min(self._stop_at, now)
 
     @property
     def has_begun(self) -> bool:
         """Whether the ranks have been, or will be, told to end."""
-        return self._is_ending or self._stop_at is not None
+        return self._is_ending or self._stop_at < math.inf
 
     @property
     def _is_ending(self) -> bool:
@@ -170,29 +168,29 @@ class Shutdown:
     def abandon(self, number: signal.Signals, now: float) -> None:
         """The run has become pointless, as when the reader of its output is gone: stop it as after a failure."""
         self.signalled(number, now)
-        self._stop_at = _earlier(self._stop_at, now)
+        self._stop_at = min(self._stop_at, now)
 
     def due(self, now: float) -> Iterable[Send]:
         ranks = tuple(sorted(self.running))
-        if self._stop_at is not None and now >= self._stop_at and self._told_at is None:
+        if now >= self._stop_at and self._told_at == math.inf:
             self._told_at = now
-            self._kill_at = _earlier(self._kill_at, now + self._grace)
+            self._kill_at = min(self._kill_at, now + self._grace)
             yield signal.SIGTERM, ranks
-        if self._kill_at is not None and now >= self._kill_at and self._give_up_at is None:
-            self._told_at = now if self._told_at is None else self._told_at
+        if now >= self._kill_at and self._give_up_at == math.inf:
+            self._told_at = min(self._told_at, now)
             self._give_up_at = now + LAST_LIMIT
             yield signal.SIGKILL, ranks
 
     @property
-    def next_time(self) -> float | None:
-        """When `due` should be called again if nothing happens before."""
-        times = [self._stop_at if self._told_at is None else None]
-        times.append(self._give_up_at if self._give_up_at is not None else self._kill_at)
-        return min((time for time in times if time is not None), default=None)
+    def next_time(self) -> float:
+        """When `due` should be called again if nothing happens before; infinity if never."""
+        if self._give_up_at < math.inf:
+            return self._give_up_at
+        return self._kill_at if self._told_at < math.inf else min(self._stop_at, self._kill_at)
 
     def is_over(self, now: float) -> bool:
         """Whether all ranks have ended, or the remaining ones cannot be killed."""
-        return not self.running or (self._give_up_at is not None and now >= self._give_up_at)
+        return not self.running or now >= self._give_up_at
 
     @property
     def first(self) -> Ending | None:
@@ -208,10 +206,6 @@ class Shutdown:
         if self.stopped_by is not None and (badly or self.stopped_by is signal.SIGPIPE):
             return 128 + self.stopped_by
         return 1 if badly or self._output_lost else 0
-
-
-def _earlier(known: float | None, new: float) -> float:
-    return new if known is None else min(known, new)
 
 
 def first_failure(endings: Iterable[Ending]) -> Ending | None:

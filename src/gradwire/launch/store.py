@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
@@ -39,19 +40,14 @@ _OTHER_ADDRESS = (
 def open_store(world: World, *, timeout: float, meeting: int = 0) -> Store:
     """Open the store of this rank's world. `meeting` is how often the ranks have met before."""
     deadline = time.monotonic() + timeout
-    if world.size == 1 or not (world.private or world.store):
-        return HashStore()
-    if world.private:
+    if world.size > 1 and world.private:
         return _opened(PrivateStore.open(world.private), timeout)
-    address = world.store
-    assert address is not None
+    if world.size == 1 or (address := world.store) is None:
+        return HashStore()
     if address.port == 0:
         return _open_by_mpi(world, address.host, timeout)
-    store: Store
-    if world.rank == 0 and not world.hosted:
-        store = _host_at(address, world, deadline, timeout)
-    else:
-        store = _connect(address, world, deadline, timeout)
+    open_at = _host_at if world.rank == 0 and not world.hosted else _connect
+    store = open_at(address, world, deadline, timeout)
     if world.attempt:
         store = PrefixStore(f"attempt/{world.attempt}", store)
     purpose, who = f"{address}, attempt {world.attempt or 0}, meeting {meeting}", f"gw.init() on {world}"
@@ -142,12 +138,8 @@ def _listen(address: Address, world: World) -> socket.socket | None:
 
 def _host_at(address: Address, world: World, deadline: float, timeout: float) -> Store:
     listener = _listen(address, world)
-    try:
+    with on_failure(socket.socket.close, listener) if listener is not None else nullcontext():
         _reach(address, world, deadline, timeout)  # here too: the name may be wrong, or of another host
-    except BaseException:
-        if listener is not None:
-            listener.close()
-        raise
     try:
         # multi_tenant: torch.distributed may open a store at this address in the same process.
         return TCPStore(

@@ -31,7 +31,6 @@ class StoreHost:
         """A descriptor that becomes readable once the process has ended."""
 
     def start(self, popen: Start) -> None:
-        """Start the process."""
         with self._listener:
             fd = self._listener.fileno()
             self._process = popen(

@@ -171,7 +171,7 @@ class Supervisor:
         shutdown = self._shutdown
         while not shutdown.is_over(self._now):
             at = self._next_time
-            for key, _ in self._selector.select(None if at is None else max(0.0, at - self._now)):
+            for key, _ in self._selector.select(max(0.0, at - self._now) if at < math.inf else None):
                 key.data()
             self._take_signals()
             if self._interrupts > 1:
@@ -189,9 +189,8 @@ class Supervisor:
             save(self._run.directory, how)  # first: `gradwire top` reads it as soon as the ranks are gone
         self._display.end()
         self._end_companions()
-        threads = [
-            error for process in self._ranks.values() if (error := self._error(process.rank, THREAD)) is not None
-        ]
+        errors = (self._error(process.rank, THREAD) for process in self._ranks.values())
+        threads = [error for error in errors if error is not None]
         pids = {process.rank: process.pid for process in self._ranks.values()}
         tails = {rank: err.tail for rank, (_, err) in self._streams.items()}
         lines = report(shutdown, how.text, pids=pids, tails=tails, threads=threads)
@@ -218,13 +217,12 @@ class Supervisor:
         return None if self._has_failed else self._run.watch
 
     @property
-    def _next_time(self) -> float | None:
+    def _next_time(self) -> float:
         """When to wake up if nothing happens before."""
         looks = [] if (watch := self._watch_for_hangs) is None else [watch.next_look]
         if not self._has_failed:
             looks.append(self._display.next_look)
-        times = [look - self._began for look in looks if look < math.inf]
-        return min([*times, *([] if (due := self._shutdown.next_time) is None else [due])], default=None)
+        return min([self._shutdown.next_time, *(look - self._began for look in looks)])
 
     def _read_from(self, fd: int, stream: RankStream) -> None:
         data = _read(fd)
@@ -329,9 +327,6 @@ class Supervisor:
         self._drain(process, streams)
         for stream in streams:
             stream.end()
-
-
-# -- small parts -----------------------------------------------------------------------------------------------------------
 
 
 def _read(fd: int) -> bytes | None:

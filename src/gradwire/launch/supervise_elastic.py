@@ -197,9 +197,8 @@ class ElasticSupervisor(Supervisor):
         self._release(all_of_them=True)
 
     @property
-    def _next_time(self) -> float | None:
-        at, timers = super()._next_time, [at for at, _ in self._timers.values()]
-        return min([self._next_period, *timers, *([] if at is None else [at])])
+    def _next_time(self) -> float:
+        return min([self._next_period, super()._next_time, *(at for at, _ in self._timers.values())])
 
     def _look(self) -> None:
         super()._look()

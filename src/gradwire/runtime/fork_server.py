@@ -70,22 +70,17 @@ class ForkServer:
         self._control: socket.socket | None = None
 
     def start(
-        self,
-        code: str,
-        *args: str,
-        fds: Sequence[int] = (),
-        env: Mapping[str, str] | None = None,
-        path: str = "<string>",
+        self, code: str, *args: str, fds: Sequence[int], env: Mapping[str, str], path: str = "<string>"
     ) -> ForkedProcess:
         """Run `code` in a new process as `python -c` would, or as the file `path`, with `env` added to the environment.
 
-        `fds` become its descriptors 0, 1 and so on. Without them it reads nothing and has this process's output.
+        `fds` become its descriptors 0, 1 and so on.
         """
         # Its pid and its status are two messages.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        request = {"code": code, "path": path, "args": args, "env": {**os.environ, **(env or {})}, "cwd": os.getcwd()}
-        with open(os.devnull) as nothing, theirs:
-            ask(self.run(), request, [theirs.fileno(), *(fds or (nothing.fileno(), 1, 2))])
+        request = {"code": code, "path": path, "args": args, "env": {**os.environ, **env}, "cwd": os.getcwd()}
+        with theirs:
+            ask(self.run(), request, [theirs.fileno(), *fds])
         if select.select([ours], [], [], START_LIMIT)[0] and (pid := ours.recv(100)):
             return ForkedProcess(int(pid), ours)
         ours.close()

@@ -158,9 +158,7 @@ def inject(kind: str, seconds: float, where: str) -> None:
     """Do this to the present process now; see `KINDS`."""
     match kind:
         case "raise":
-            raise InjectedFault(
-                f"{where}: a fault was injected by gradwire.testing.faults. Nothing else is wrong here."
-            )
+            raise InjectedFault(f"{where}: a fault injected by gradwire.testing.faults. Nothing else is wrong here.")
         case "slow":
             time.sleep(seconds)
         case "gil":

@@ -34,7 +34,6 @@ class HookTrial:
         return [(g * (1 + r)).to(self.spec.dtype).to(self.spec.device) for r, g in enumerate(wide)]
 
     def run(self, gradients: Sequence[Tensor], states: Sequence[Any] | None = None, **named: Any) -> Simulation:
-        """One step."""
         return simulate(
             self.hook, gradients, spec=self.spec, states=states, hosts=self.hosts, anchor=self.anchor, **named
         )

@@ -68,9 +68,8 @@ class Leftovers:
     @classmethod
     def snapshot(cls, *keepers: Keeper) -> Leftovers:
         """What is running and open now. What `keepers` own is never a leftover, whenever they acquired it."""
-        return cls(
-            frozenset(threading.enumerate()), frozenset(_children()), open_descriptors(), frozenset(_shm()), keepers
-        )
+        threads, processes = frozenset(threading.enumerate()), frozenset(_children())
+        return cls(threads, processes, open_descriptors(), frozenset(_shm()), keepers)
 
     def compare(self, *, grace: float = 2.0) -> list[str]:
         """One line for each thing that exists now and did not then; empty if clean.

@@ -90,22 +90,19 @@ class MPILaunch:
             process_group=0,  # Ctrl-C goes to the terminal's whole process group; this process decides how to handle it
         )
         self.pid = self._mpirun.pid
-        self._alive = os.pidfd_open(self.pid)
 
     def meet(self) -> Iterator[MPIRank]:
         """The ranks, in order, once all have connected."""
         deadline = time.monotonic() + protocol.START_LIMIT
         came: dict[int, MPIRank] = {}
+        alive = os.pidfd_open(self.pid)
+        sources: list[Any] = [self._listener, alive]
         try:
             while len(came) < self.size:
-                sources: list[Any] = [self._listener, self._alive]
                 ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
                 if self._listener not in ready:
-                    what = (
-                        ending(self._mpirun.poll())
-                        if ready
-                        else f"had started {len(came)} after {protocol.START_LIMIT:.0f} s"
-                    )
+                    late = f"had started {len(came)} after {protocol.START_LIMIT:.0f} s"
+                    what = ending(self._mpirun.poll()) if ready else late
                     raise GroupError(
                         f"starting {self.size} ranks: mpirun {what}. Look at its output; try "
                         f"`{' '.join(self._command)} hostname` yourself."
@@ -114,6 +111,7 @@ class MPILaunch:
                     rank = MPIRank(self, *accepted)
                     came[rank.rank] = rank
         finally:
+            os.close(alive)
             self._listener.close()
             self.ranks = [came[rank] for rank in sorted(came)]
             if len(came) < self.size:
@@ -138,7 +136,6 @@ class MPILaunch:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(rank.alive, signal.SIGKILL)
             rank.wait(protocol.MESSAGE_LIMIT)
-        os.close(self._alive)
         shutil.rmtree(self._folder, ignore_errors=True)
         if status != 0:
             how = "not all ended" if status is None else f"one {ending(128 - status if status > 128 else status)}"
@@ -207,11 +204,6 @@ class MPIPool(RankPool):
         """Whether `pid` is mpirun; the ranks are its children."""
         return self._launch is not None and pid == self._launch.pid
 
-    def keeps_descriptor(self, fd: int) -> bool:
-        """As for any pool; and what leads to mpirun."""
-        launch = self._launch
-        return super().keeps_descriptor(fd) or (launch is not None and fd in (launch._listener.fileno(), launch._alive))
-
 
 class MPIWorlds(dict[int, MPIPool]):
     """Warm worlds by their size, each started when first needed. They end with `close()` or with the interpreter."""
@@ -229,11 +221,9 @@ class MPIWorlds(dict[int, MPIPool]):
                 stack.callback(self.popitem()[1].close)
 
     def keeps_process(self, pid: int) -> bool:
-        """Whether `pid` belongs to a world."""
         return any(world.keeps_process(pid) for world in list(self.values()))
 
     def keeps_descriptor(self, fd: int) -> bool:
-        """Whether `fd` belongs to a world."""
         return any(world.keeps_descriptor(fd) for world in list(self.values()))
 
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,20 +19,13 @@ from typing import Any
 from torch._C._distributed_c10d import HashStore, Store
 
 from gradwire.collectives.timeouts import timeout_seconds
-from gradwire.errors import CollectiveTimeout, PeerLost, UsageError
+from gradwire.errors import CollectiveTimeout, GroupAborted, PeerLost, UsageError
 from gradwire.groups import Group, HierarchicalGroup
 from gradwire.groups.kinds import GroupKind, Ranks, check_built, find_kind, known_kinds, registered_kinds
+from gradwire.runtime.rank_error import root_cause
 from gradwire.testing.mpi import MPIWorlds, default_worlds
 from gradwire.testing.pool.pool import RankPool, default_pool
-from gradwire.testing.pool.protocol import (
-    ABORT_GRACE,
-    GROUP_MARGIN,
-    Fate,
-    GroupJob,
-    LeftBehind,
-    RankResult,
-    root_failure,
-)
+from gradwire.testing.pool.protocol import ABORT_GRACE, GROUP_MARGIN, Fate, GroupJob, LeftBehind, RankResult
 
 DEFAULT_TIMEOUT = 60.0
 """The default timeout of `run_ranks`, in seconds, for all ranks together. A test suite for busy machines sets more."""
@@ -120,6 +113,22 @@ def _verdict(outcomes: Sequence[RankResult], request: Request) -> list[Any]:
         del error, first, failures, outcomes  # a traceback must not keep every rank's objects alive in a cycle
 
 
+def root_failure(failures: Iterable[RankResult]) -> RankResult | None:
+    """The failure that caused the others; None if all ranks that failed were stuck.
+
+    Near the earliest, an error of the rank itself comes first, then a process that died, then PeerLost and GroupAborted, which look
+    like consequences.
+    """
+
+    def consequence(outcome: RankResult) -> int:
+        if outcome.fate is Fate.DIED:
+            return 1
+        return 2 if isinstance(outcome.error, (PeerLost, GroupAborted)) else 0
+
+    active = (outcome for outcome in failures if outcome.fate is not Fate.STUCK)
+    return root_cause(active, when=lambda outcome: outcome.when, consequence=consequence)
+
+
 def _error(first: RankResult, failures: Sequence[RankResult], request: Request) -> BaseException:
     """The error for the first of several failures, with a note on each of the others."""
     rank, error = first.rank, first.error
@@ -174,9 +183,9 @@ def _run_threads(request: Request) -> list[RankResult]:
         try:
             if request.wrap is not None:
                 groups[rank] = request.wrap(groups[rank])
-            answers.put(RankResult(rank, Fate.RETURNED, time.monotonic(), value=request.fn(groups[rank])))
+            answers.put(RankResult(rank, Fate.RETURNED, value=request.fn(groups[rank])))
         except BaseException as error:
-            answers.put(RankResult(rank, Fate.RAISED, time.monotonic(), error=error))
+            answers.put(RankResult(rank, Fate.RAISED, error=error))
             groups[rank].abort(f"rank {rank} raised {type(error).__name__}: {error}")
 
     names = [f"gradwire-rank-{rank}" for rank in range(n)]
@@ -218,7 +227,7 @@ def _await_threads(
         if rank not in known:
             frame = frames.get(thread.ident or 0)
             stack = "".join(traceback.format_stack(frame)) if frame is not None else "(just ended)"
-            known[rank] = RankResult(rank, Fate.STUCK, time.monotonic(), detail=stack)
+            known[rank] = RankResult(rank, Fate.STUCK, detail=stack)
     return [known[rank] for rank in range(len(threads))]
 
 
@@ -227,7 +236,7 @@ def _close(group: Group, outcome: RankResult) -> RankResult:
         group.close()
     except BaseException as error:
         if outcome.error is None:
-            return RankResult(outcome.rank, Fate.RAISED, time.monotonic(), error=error)
+            return RankResult(outcome.rank, Fate.RAISED, error=error)
         outcome.error.add_note(f"and then, when the group was closed: {type(error).__name__}: {error}")
     return outcome
 

@@ -173,7 +173,7 @@ def test_a_fork_server_that_was_killed_is_replaced() -> None:
         os.kill(first.value, signal.SIGKILL)
         assert worker.wait(60) is not None  # Linux kills it with the server
         server.preload.clear()  # to fork, the next one need not import torch again
-        assert server.start("pass").poll(60) == 0
+        assert server.start("pass", fds=(0, 1, 2), env={}).poll(60) == 0
 
 
 def test_installed_modules_travel_by_reference() -> None:

@@ -227,15 +227,15 @@ REQUEST = Request(offset_rank, 3, find_kind("gloo", who="test"), 5.0, frozenset(
 
 
 def returned(rank: int) -> RankResult:
-    return RankResult(rank, Fate.RETURNED, 0.0, value=rank)
+    return RankResult(rank, Fate.RETURNED, value=rank, when=0.0)
 
 
 def raised(rank: int, when: float, error: BaseException) -> RankResult:
-    return RankResult(rank, Fate.RAISED, when, error=error)
+    return RankResult(rank, Fate.RAISED, error=error, when=when)
 
 
 def died(rank: int, when: float) -> RankResult:
-    return RankResult(rank, Fate.DIED, when, detail="its process 1 was killed by SIGKILL (signal 9)")
+    return RankResult(rank, Fate.DIED, detail="its process 1 was killed by SIGKILL (signal 9)", when=when)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,10 @@ def died(rank: int, when: float) -> RankResult:
         ([raised(0, 1.0, PeerLost("")), raised(1, 9.0, ValueError()), returned(2)], PeerLost),
         ([raised(0, 1.0, GroupAborted("")), died(1, 1.5), returned(2)], PeerLost),
         ([raised(0, 1.0, ValueError()), died(1, 0.9), returned(2)], ValueError),
-        ([RankResult(0, Fate.STUCK, 1.0, detail="here"), raised(1, 3.0, GroupAborted("")), returned(2)], GroupAborted),
+        (
+            [RankResult(0, Fate.STUCK, detail="here", when=1.0), raised(1, 3.0, GroupAborted("")), returned(2)],
+            GroupAborted,
+        ),
     ],
 )
 def test_which_failure_is_raised(outcomes: list[RankResult], wanted: type[Exception]) -> None:

@@ -26,16 +26,6 @@ def test_help_of_every_command_fits_a_terminal_of_80_columns(capsys, monkeypatch
     assert ["demo"] in commands
 
 
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [(["bench", "overhead", "--steps", "3"], "overhead"), (["lab", "parity"], "parity"), (["lab"], "WHAT")],
-)
-def test_commands_that_have_moved_name_the_new_place(words, what, capsys):
-    assert main(words) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line == f"gradwire {words[0]} has moved: run python -m benchmarks {what} in a clone of gradwire."
-
-
 def test_help_of_the_demo_names_every_kind(capsys):
     with pytest.raises(SystemExit):
         main(["demo", "--help"])

@@ -2,6 +2,7 @@
 
 import signal
 from dataclasses import replace
+from math import inf
 from signal import SIGHUP, SIGINT, SIGKILL, SIGPIPE, SIGTERM, SIGUSR1
 
 import pytest
@@ -24,7 +25,7 @@ def due(shutdown: Shutdown, now: float) -> list[tuple[signal.Signals, tuple[int,
 
 def test_all_ranks_end_well():
     shutdown = Shutdown(2, grace=10)
-    assert shutdown.next_time is None
+    assert shutdown.next_time == inf
     for rank in (1, 0):
         assert not shutdown.is_over(5)
         shutdown.ended(Ending(rank, 0, 1.0))
@@ -90,7 +91,7 @@ def test_end_soon_means_killed_after_the_grace(number):
 def test_an_interrupt_leaves_time_until_a_rank_has_ended_badly():
     shutdown = Shutdown(2, grace=10)
     shutdown.signalled(SIGINT, 1.0)
-    assert shutdown.next_time is None
+    assert shutdown.next_time == inf
     shutdown.ended(Ending(0, 1, 100.0))  # a KeyboardInterrupt's traceback
     assert shutdown.next_time == 110.0
     assert due(shutdown, 110.0) == [(SIGKILL, (1,))]
@@ -113,7 +114,7 @@ def test_ranks_that_deal_with_a_signal_end_well():
     shutdown = Shutdown(2, grace=10)
     shutdown.signalled(SIGINT, 1.0)
     shutdown.ended(Ending(0, 0, 2.0))
-    assert shutdown.next_time is None
+    assert shutdown.next_time == inf
     shutdown.ended(Ending(1, 0, 3.0))
     assert shutdown.exit_code == 0
 
@@ -130,7 +131,7 @@ def test_no_more_patience():
 def test_other_signals_are_not_ours():
     shutdown = Shutdown(1, grace=10)
     shutdown.signalled(SIGUSR1, 1.0)
-    assert (shutdown.next_time, shutdown.stopped_by) == (None, None)
+    assert (shutdown.next_time, shutdown.stopped_by) == (inf, None)
     shutdown.ended(Ending(0, -SIGUSR1, 1.1))
     assert shutdown.exit_code == 128 + SIGUSR1
 

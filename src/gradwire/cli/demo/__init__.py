@@ -1,4 +1,10 @@
-"""`gradwire demo`: a small transformer trained data-parallel on real text, on this machine."""
+"""`gradwire demo`: a small transformer trained data-parallel on real text, on this machine.
+
+Train a small character-level transformer data-parallel on the source code of the Python standard library. Every rank reads its
+own part of the text and gradients are averaged each step. At the end all ranks compare their parameters bit for bit; the exit
+code is 1 if they differ. Then the same model is trained for a few steps with torch's DDP and with gradwire, on this machine and
+over a simulated slow link, and the times are compared.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +16,6 @@ from gradwire.cli.arguments import at_least, positive
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Train a small character-level transformer data-parallel on the source code of the Python standard "
-        "library. Every rank reads its own part of the text and gradients are averaged each step. At the end all "
-        "ranks compare their parameters bit for bit; the exit code is 1 if they differ. Then the same model is trained for a few "
-        "steps with torch's DDP and with gradwire, on this machine and over a simulated slow link, and the times are compared."
-    )
     add = functools.partial(parser.add_argument, metavar="N")
     add("--ranks", type=at_least(1), help="number of ranks (default: one per core)")
     kinds = "kind of group: threads, shared_memory, hierarchical, gloo, mpi (default: %(default)s)"

@@ -19,8 +19,7 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from gradwire.cli.demo.model import ALPHABET, SIZES, Transformer, random_windows, standard_library
-from gradwire.cli.demo.train import DemoJob
+from gradwire.cli.demo.model import DemoJob, Transformer, random_windows, standard_library
 from gradwire.groups import Group, SharedMemoryGroup
 from gradwire.hooks.named import NAMED_HOOKS
 from gradwire.interop import as_process_group
@@ -70,11 +69,11 @@ def measure(job: DemoJob, mbit: float, store: str, group: Group) -> Times:
     """On a rank: a few steps of every variant in turn, and again, so that a busy moment affects all alike."""
     torch.set_num_threads(1)
     data = torch.Generator().manual_seed(job.seed * group.size + group.rank + 1)
-    text, length = standard_library().train, SIZES[job.size].context + 1
+    text, length = standard_library().train, job.shape.context + 1
     with ExitStack() as opened:
         steps, sent = [], []
         for variant in VARIANTS:
-            model = Transformer(SIZES[job.size], len(ALPHABET), torch.Generator().manual_seed(job.seed))
+            model = job.model()
             meet = PrefixStore(variant.name, FileStore(store, group.size))
             wrapped, count = _wrap(variant, model, meet, group, mbit, opened)
             steps.append(_step(wrapped, model, lambda: random_windows(text, job.batch_size, length, data)))

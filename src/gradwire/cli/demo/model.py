@@ -7,7 +7,6 @@ are drawn from a given generator: ranks may be threads of one process, where tor
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,17 +98,12 @@ SIZES = {
 }
 
 
-def squared_relu(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
 class Block(nn.Module):
-    """Attention, then an MLP, each on a normalized residual stream."""
+    """Attention, then an MLP with squared ReLUs, each on a normalized residual stream."""
 
-    def __init__(self, *, width: int, heads: int, activation: Callable[[Tensor], Tensor] = squared_relu) -> None:
+    def __init__(self, *, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.activation = activation
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -123,7 +117,7 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, time, width))
-        y: Tensor = x + self.down(self.activation(self.up(self.norm2(x))))
+        y: Tensor = x + self.down(F.relu(self.up(self.norm2(x))).square())
         return y
 
 
@@ -165,3 +159,21 @@ class Transformer(nn.Module):
             drawn = torch.multinomial((logits / 0.6).softmax(-1), 1, generator=generator)
             symbols = torch.cat([symbols, drawn])
         return symbols
+
+
+@dataclass(frozen=True, slots=True)
+class DemoJob:
+    """What to train. `batch_size` is the number of windows that each rank reads per step."""
+
+    size: str
+    steps: int
+    batch_size: int
+    seed: int
+
+    @property
+    def shape(self) -> Shape:
+        return SIZES[self.size]
+
+    def model(self) -> Transformer:
+        """The same model on every rank."""
+        return Transformer(self.shape, len(ALPHABET), torch.Generator().manual_seed(self.seed))

@@ -23,7 +23,8 @@ from rich.text import Text
 import gradwire
 from gradwire import observe
 from gradwire.cli.demo.compare import compare
-from gradwire.cli.demo.train import DemoJob, Trained, Watch, train
+from gradwire.cli.demo.model import DemoJob
+from gradwire.cli.demo.train import Trained, Watch, train
 from gradwire.cli.terminal_svg import terminal_svg
 from gradwire.errors import UsageError
 from gradwire.groups import Deadline, Group
@@ -32,6 +33,7 @@ from gradwire.observe.report.render import render_page
 from gradwire.observe.report.report_model import load_report
 from gradwire.observe.rings.runs import new_run, runs_directory
 from gradwire.observe.units import plural
+from gradwire.runtime.host import usable_cores
 from gradwire.testing import run_ranks
 
 _OPERATION_LIMIT = 120.0
@@ -46,7 +48,7 @@ def run(args: Namespace) -> int:
     """Train, compare, show the results, and return the exit code."""
     if args.svg is not None and (args.svg.is_dir() or not os.access(args.svg.absolute().parent, os.W_OK)):
         raise UsageError(f"gradwire demo --svg {args.svg}: no file can be written there. Name another.")
-    ranks = args.ranks or _cores()
+    ranks = args.ranks or usable_cores()
     job = DemoJob(size=args.size, steps=args.steps, batch_size=args.batch_size, seed=args.seed)
     directory = None
     if find_kind(args.kind, who=f"gradwire demo --kind {args.kind}").ranks is not Ranks.THREADS:
@@ -82,7 +84,7 @@ def _write_report(directory: Path) -> Text:
 
 def _run_world(job: DemoJob, ranks: int, *, kind: str, timeout: float, directory: Path | None) -> list[Trained]:
     others, threads = set(threading.enumerate()), torch.get_num_threads()
-    share = max(1, _cores() // ranks)
+    share = max(1, usable_cores() // ranks)
     rank_main = functools.update_wrapper(functools.partial(_rank_main, job, share, directory), train)  # errors name it
     torch.set_num_threads(share)  # for ranks that are threads of this process
     limit = functools.partial(Deadline, seconds=min(_OPERATION_LIMIT, timeout))
@@ -107,11 +109,6 @@ def _rank_main(job: DemoJob, threads: int, directory: Path | None, group: Group)
             observe.start(directory, rank=group.rank, size=group.size)
             stack.callback(observe.stop)
         return train(job, group, watch)
-
-
-def _cores() -> int:
-    """The number of cores that this process may use; in a container often fewer than the machine has."""
-    return len(os.sched_getaffinity(0))
 
 
 @contextmanager
@@ -156,7 +153,7 @@ def summary(job: DemoJob, trained: Sequence[Trained], *, kind: str) -> rich_cons
     first, versions = trained[0], f"torch {torch.__version__}, Python {platform.python_version()}"
     processors = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M) or [platform.machine()]
     facts = {
-        "machine": f"{processors[0]}, {_cores()} usable of {os.cpu_count()} cores",
+        "machine": f"{processors[0]}, {usable_cores()} usable of {os.cpu_count()} cores",
         "software": f"gradwire {gradwire.__version__}, {versions}",
         "ranks": f"{len(trained)}, group kind {kind}",
         "model": f"{job.size}, {first.parameters:,} parameters",

@@ -13,17 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.cli.demo.model import (
-    ALPHABET,
-    SIZES,
-    Corpus,
-    Transformer,
-    decode,
-    encode,
-    even_windows,
-    random_windows,
-    standard_library,
-)
+from gradwire.cli.demo.model import DemoJob, Transformer, decode, encode, even_windows, random_windows, standard_library
 from gradwire.collectives import ReduceOp
 from gradwire.groups import Group
 from gradwire.parallel import replicate
@@ -33,16 +23,6 @@ _PROMPT = "def "
 _SAMPLE = 160
 _EXAM = 64
 _LEARNING_RATE = 4e-3
-
-
-@dataclass(frozen=True, slots=True)
-class DemoJob:
-    """What to train. `batch_size` is the number of windows that each rank reads per step."""
-
-    size: str
-    steps: int
-    batch_size: int
-    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +52,11 @@ Watch = Callable[[int, Sequence[float], float], None]
 def train(job: DemoJob, group: Group, watch: Watch) -> Trained:
     """Train the job's model on this rank of `group`, together with all others."""
     corpus = standard_library()
-    model = Transformer(SIZES[job.size], len(ALPHABET), torch.Generator().manual_seed(job.seed))
+    model = job.model()
     parameters = list(model.parameters())
     replica = replicate(model, group=group)
     started = time.perf_counter()
-    losses = _learn(job, group, model, corpus, watch)
+    losses = _learn(job, group, model, corpus.train, watch)
     seconds = time.perf_counter() - started
     replica.detach()
     # Rank 0 generates text after the last collective, so that no rank waits for it.
@@ -95,7 +75,7 @@ def train(job: DemoJob, group: Group, watch: Watch) -> Trained:
     )
 
 
-def _learn(job: DemoJob, group: Group, model: Transformer, corpus: Corpus, watch: Watch) -> list[float]:
+def _learn(job: DemoJob, group: Group, model: Transformer, text: Tensor, watch: Watch) -> list[float]:
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     warm_up = max(1, job.steps // 20)
@@ -108,7 +88,7 @@ def _learn(job: DemoJob, group: Group, model: Transformer, corpus: Corpus, watch
     started, losses = time.perf_counter(), []
     for step in range(1, job.steps + 1):
         optimizer.zero_grad()
-        loss = model.loss(random_windows(corpus.train, job.batch_size, length, places))
+        loss = model.loss(random_windows(text, job.batch_size, length, places))
         loss.backward()  # in which the gradients are averaged over all ranks
         optimizer.step()
         schedule.step()
@@ -140,4 +120,4 @@ def _examine(group: Group, model: Transformer, text: Tensor) -> float:
 
 
 def _tokens_per_step(job: DemoJob, group: Group) -> int:
-    return job.batch_size * SIZES[job.size].context * group.size
+    return job.batch_size * job.shape.context * group.size

@@ -1,4 +1,8 @@
-"""`gradwire doctor`: whether this machine, or these hosts, can train, and what to change if not."""
+"""`gradwire doctor`: whether this machine, or these hosts, can train, and what to change if not.
+
+Examine this machine: versions, devices, engines, shared memory, limits, network, environment variables, and how fast two ranks
+reach each other. Each problem comes with its fix. The exit code is 1 if there is a problem.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,6 @@ from gradwire.cli.arguments import at_least
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Examine this machine: versions, devices, engines, shared memory, limits, network, environment variables, and "
-        "how fast two ranks reach each other. Each problem comes with its fix. The exit code is 1 if there is a problem."
-    )
     parser.epilog = (
         "Several hosts: start it on each, e.g. torchrun --nnodes 2 --nproc-per-node 1 ... -m gradwire doctor --hosts"
     )

@@ -39,7 +39,6 @@ class Examination:
 
     @property
     def problems(self) -> int:
-        """How many there are."""
         every = [*self.together, *(one for findings in self.hosts.values() for one in findings)]
         return sum(one.level is Level.PROBLEM for one in every)
 
@@ -131,9 +130,8 @@ def _hosts(timeout: float) -> Examination | None:
         )
     host, findings = socket.gethostname(), examine(os.environ, several_hosts=not world.on_one_host)
     try:
-        return _meet(
-            init("gloo", timeout=timeout, name="doctor"), RankReport(host, host_identity(), versions(), findings)
-        )
+        mine = RankReport(host, host_identity(), versions(), findings)
+        return _meet(init("gloo", timeout=timeout, name="doctor"), mine)
     except GroupError as error:  # the reason may be a setting of this host
         fix = "not all hosts could be examined: look at the error, and at what every host has printed"
         met = HostFinding("hosts", host, f"{type(error).__name__}: {error}", Level.PROBLEM, fix)

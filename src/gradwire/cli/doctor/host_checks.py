@@ -60,7 +60,7 @@ class HostFinding:
 
 
 _Findings = Iterator[tuple[str, str] | tuple[str, str, Level, str]]
-"""Name and value of findings; level and fix of those that are not OK."""
+"""Name and value of findings; of those that may not be OK also their level then, and the fix, empty if they are."""
 
 
 def examine(environ: Mapping[str, str], *, several_hosts: bool) -> list[HostFinding]:
@@ -74,7 +74,11 @@ def examine(environ: Mapping[str, str], *, several_hosts: bool) -> list[HostFind
         "network": _network(environ, several_hosts=several_hosts),
         "settings": _settings(environ, several_hosts=several_hosts),
     }
-    return [HostFinding(area, *one) for area, findings in found.items() for one in findings]
+    return [_finding(area, *one) for area, findings in found.items() for one in findings]
+
+
+def _finding(area: str, name: str, value: str, level: Level = Level.OK, fix: str = "") -> HostFinding:
+    return HostFinding(area, name, value, level if fix else Level.OK, fix)
 
 
 def versions() -> dict[str, str]:
@@ -115,12 +119,10 @@ def unusable_engines() -> dict[str, str]:
 
 
 def _engines() -> _Findings:
+    install = "install a torch with gloo, on Linux: gradwire's groups for CPU tensors need it"
     for kind, reason in unusable_engines().items():
-        if kind in ("shared_memory", "gloo") and reason:
-            fix = "install a torch with gloo, on Linux: gradwire's groups for CPU tensors need it"
-            yield kind, f"not usable: {reason}", Level.PROBLEM, fix
-        else:
-            yield kind, f"not usable: {reason}" if reason else "usable"
+        fix = install if kind in ("shared_memory", "gloo") and reason else ""
+        yield kind, f"not usable: {reason}" if reason else "usable", Level.PROBLEM, fix
 
 
 def _devices() -> _Findings:
@@ -154,17 +156,12 @@ def _space(environ: Mapping[str, str]) -> _Findings:
         f"make it larger: docker run --shm-size=8g (or --ipc=host), or mount -o remount,size=8g {shared}; or choose another "
         "tmpfs with GRADWIRE_SHM_DIRECTORY"
     )
+    temporary = "free some space, or set TMPDIR"
     runs = "free some space, or name another directory with gradwire run --run-dir, or set XDG_STATE_HOME"
     for name, path, least, unwritable, fix in (
         ("shared memory", shared, 128 * _MIB, Level.PROBLEM, larger),
         ("runs", str(runs_directory(environ)), 64 * _MIB, Level.NOTE, runs),
-        (
-            "temporary files",
-            environ.get("TMPDIR") or "/tmp",
-            64 * _MIB,
-            Level.PROBLEM,
-            "free some space, or set TMPDIR",
-        ),
+        ("temporary files", environ.get("TMPDIR") or "/tmp", 64 * _MIB, Level.PROBLEM, temporary),
     ):
         nearest = os.path.abspath(path)  # or the nearest above it that exists: ours are made when they are needed
         while not os.path.exists(nearest):
@@ -174,10 +171,7 @@ def _space(environ: Mapping[str, str]) -> _Findings:
             continue
         usage = shutil.disk_usage(nearest)
         value = f"{path}: {size(usage.free)} free of {size(usage.total)}"
-        if usage.free >= _GIB:
-            yield name, value
-        else:
-            yield name, value, Level.PROBLEM if usage.free < least else Level.NOTE, fix
+        yield name, value, Level.PROBLEM if usage.free < least else Level.NOTE, fix if usage.free < _GIB else ""
 
 
 def _limits() -> _Findings:
@@ -194,10 +188,8 @@ def _limits() -> _Findings:
         limit, _ = resource.getrlimit(number)
         counts = name in ("open files", "processes")
         value = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}" if counts else size(limit)
-        if limit != resource.RLIM_INFINITY and limit < least:
-            yield name, value, Level.PROBLEM, f"{command} before training: {why}"
-        else:
-            yield name, value
+        too_low = limit != resource.RLIM_INFINITY and limit < least
+        yield name, value, Level.PROBLEM, f"{command} before training: {why}" if too_low else ""
 
 
 class Interface(NamedTuple):
@@ -240,21 +232,20 @@ def _network(environ: Mapping[str, str], *, several_hosts: bool) -> _Findings:
     one_of = " or ".join(outside) or "an interface that leads to them"
     host, addresses = socket.gethostname(), _addresses(socket.gethostname())
     value = f"{host}: {', '.join(addresses) or 'not resolved'}"
+    fix = ""
     if several_hosts and not environ.get("GLOO_SOCKET_IFNAME") and (not addresses or any(map(_is_loopback, addresses))):
-        fix = f"torch's own gloo would listen where other hosts cannot reach it: set GLOO_SOCKET_IFNAME={one_of}"
-        yield "host name", value, Level.NOTE, f"{fix} (gradwire's finds its way)"
-    else:
-        yield "host name", value
+        fix = f"torch's own gloo would listen where other hosts cannot reach it: set GLOO_SOCKET_IFNAME={one_of} "
+        fix += "(gradwire's finds its way)"
+    yield "host name", value, Level.NOTE, fix
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         value = environ.get(variable, "")
+        fix = ""
         if value and _unknown_interfaces(value, names):
             fix = f"there is no such interface on this host; there are {', '.join(names)}"
-            yield variable, value, Level.PROBLEM, fix
         elif several_hosts and value == _LOOPBACK:
             fix = f"other hosts cannot be reached through it: unset it, or name {one_of}"
+        if value:
             yield variable, value, Level.PROBLEM, fix
-        elif value:
-            yield variable, value
 
 
 def _addresses(host: str) -> list[str]:

@@ -121,9 +121,7 @@ def check_overlapping_outputs(group: Group) -> Problems:
             "all_gather into overlapping windows": lambda: group.all_gather(windows, t),
             "all_gather into one tensor": lambda: group.all_gather([t] * size, torch.zeros(2)),
             "gather into overlapping windows": lambda: group.gather(t, windows, dst=group.rank),
-            "all_to_all into overlapping windows": lambda: group.all_to_all(
-                windows, [torch.zeros(2) for _ in range(size)]
-            ),
+            "all_to_all into overlapping windows": lambda: group.all_to_all(windows, [t] * size),
         }
     yield from only_mistakes(group, mistakes)
     columns = torch.zeros(3, size, dtype=torch.int32)

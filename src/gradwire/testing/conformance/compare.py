@@ -7,6 +7,7 @@ check raises, communication itself has failed; then the world cannot be used any
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from gradwire.collectives.op_kinds import ONLY_BITS
 from gradwire.collectives.reference import perform
 from gradwire.errors import GroupError, InternalError, UsageError
 from gradwire.groups.base import Group
+from gradwire.groups.work import Work
 from gradwire.testing.conformance.data import FLOAT8, LARGEST
 
 Make = Callable[[int], Collective]
@@ -192,10 +194,31 @@ def meet(side: Group) -> None:
     side.submit(build.barrier(label="conformance: meet").within(PATIENCE)).wait()
 
 
-def part(side: Group) -> None:
-    """Like `meet`, if the group under test is already broken and may have broken its subgroup too."""
-    try:
+def held_up(group: Group, submit: Callable[[], Work], look: Callable[[Work], Problems]) -> Problems:
+    """Submit an operation, on the last rank only after all others have inspected theirs in flight; then wait for it."""
+    side = side_group(group)
+    if group.rank == group.size - 1:
         meet(side)
-    except GroupError:
-        side.abort("conformance: the end")
+        work = submit()
+    else:
+        work = submit()
+        yield from look(work)
+        meet(side)
+    yield from same("wait()", work.wait(), True)
     side.close()
+
+
+def beside(check: Callable[[Group, Group], Problems]) -> Callable[[Group], Problems]:
+    """A check that gets a separate subgroup of all ranks too, in which they meet, also once more at the end."""
+
+    @functools.wraps(check)
+    def run(group: Group) -> Problems:
+        side = side_group(group)
+        yield from check(group, side)
+        try:
+            meet(side)
+        except GroupError:  # the group under test is broken, and may have broken its subgroup too
+            side.abort("conformance: the end")
+        side.close()
+
+    return run

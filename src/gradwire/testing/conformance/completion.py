@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -15,7 +16,7 @@ from gradwire.events import CollectiveEvent, CollectiveFinished, CollectiveStart
 from gradwire.groups.base import Group
 from gradwire.groups.completion import WorkInfo
 from gradwire.groups.work import Work
-from gradwire.testing.conformance.compare import PATIENCE, SOON, Problems, holds, meet, raises, same, side_group
+from gradwire.testing.conformance.compare import PATIENCE, SOON, Problems, beside, holds, meet, raises, same
 
 
 class _Notes:
@@ -97,9 +98,9 @@ def _about_the_hook(error: HookError | None) -> Problems:
         yield from holds("Raising" in error.hook, f"the HookError names the hook {error.hook!r}")
 
 
-def check_hook_raising(group: Group) -> Problems:
+@beside
+def check_hook_raising(group: Group, side: Group) -> Problems:
     """What a hook raises on one rank is raised, chained, by its next wait, once. No operation is refused: ranks stay in step."""
-    side = side_group(group)
     for step, moment in enumerate(("before submit", "in flight", "before split")):
         hook = _Raising(f"watched {moment}")
         handles = [group.on_completion(hook)] if group.rank == 0 else []
@@ -129,7 +130,6 @@ def check_hook_raising(group: Group) -> Problems:
             part.close()
         for handle in handles:
             handle.remove()
-    side.close()
 
 
 def check_hooks_at_close(group: Group) -> Problems:
@@ -190,12 +190,11 @@ class _Halt(BaseException):
     """A BaseException that is not an Exception, like SystemExit and KeyboardInterrupt."""
 
 
-def check_callbacks_raising(group: Group) -> Problems:
+@beside
+def check_callbacks_raising(group: Group, side: Group) -> Problems:
     """What a listener or a done-callback raises on one rank, even SystemExit, affects no operation, now or later."""
-    side = side_group(group)
     for kind in (ValueError, SystemExit, _Halt):
         yield from _raising(group, side, kind)
-    side.close()
 
 
 def _raising(group: Group, side: Group, kind: type[BaseException]) -> Problems:
@@ -229,14 +228,11 @@ def _raising(group: Group, side: Group, kind: type[BaseException]) -> Problems:
         except BaseException as error:
             raised.append(error.with_traceback(None))
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), group.events.listen(callback) if group.rank == 0 else nullcontext():
         warnings.simplefilter("ignore")
-        handles = [group.events.listen(callback)] if group.rank == 0 else []
         thread = threading.Thread(target=run, daemon=True)  # in the main thread SystemExit would end the program
         thread.start()
         thread.join(2 * PATIENCE)
-    for handle in handles:
-        handle.remove()
     when = f"after callbacks had raised {kind.__name__}"
     yield from same(f"what operations raised {when}", raised, [])
     yield from same(f"the sum of an all_gather {when}", torch.stack(outputs).sum().item(), 5.0 * group.size)

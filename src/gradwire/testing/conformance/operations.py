@@ -9,22 +9,13 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, ReduceOp, build
 from gradwire.groups.base import Group
-from gradwire.testing.conformance.compare import (
-    Case,
-    Make,
-    Problems,
-    against_reference,
-    holds,
-    meet,
-    side_group,
-    unlike,
-)
+from gradwire.groups.work import Work
+from gradwire.testing.conformance.compare import Case, Make, Problems, against_reference, held_up, holds, unlike
 from gradwire.testing.conformance.data import COMPLEX, FLOATS, blank, draw, dtypes, reductions_of, sizes
 
 Shaper = Callable[[Tensor], Tensor]
-Parts = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
-_SEVERAL: Parts = (((3,), torch.float32), ((0,), torch.float32), ((2, 2), torch.int64), ((600,), torch.float32))
+_SEVERAL = (((3,), torch.float32), ((0,), torch.float32), ((2, 2), torch.int64), ((600,), torch.float32))
 """Shapes and dtypes of tensors that are communicated as one operation."""
 
 
@@ -109,16 +100,15 @@ def check_all_reduce_sizes(group: Group) -> Problems:
 
 def check_all_reduce_coalesced(group: Group) -> Problems:
     """Several tensors, of several shapes and dtypes, as one operation."""
-    mixed = zip(((5,), (0,), (2, 3), ()), (torch.float32, torch.float16, torch.int64, torch.float64), strict=True)
-
-    def case(what: str, parts: Parts, op: ReduceOp) -> Case:
-        return Case(
-            what, lambda rank: build.all_reduce([draw(s, d, 3, i, rank) for i, (s, d) in enumerate(parts)], op=op)
-        )
-
+    mixed = (((5,), torch.float32), ((0,), torch.float16), ((2, 3), torch.int64), ((), torch.float64))
     alike = [((n,), torch.float32) for n in (3, 1, 17, 600)]
-    cases = [case("several dtypes", list(mixed), ReduceOp.SUM), case("one dtype", alike, ReduceOp.AVG)]
-    yield from against_reference(group, cases)
+
+    def drawn(parts: Sequence[tuple[tuple[int, ...], torch.dtype]], rank: int) -> list[Tensor]:
+        return [draw(shape, dtype, 3, i, rank) for i, (shape, dtype) in enumerate(parts)]
+
+    several = Case("several dtypes", lambda rank: build.all_reduce(drawn(mixed, rank)))
+    average = Case("one dtype", lambda rank: build.all_reduce(drawn(alike, rank), op=ReduceOp.AVG))
+    yield from against_reference(group, [several, average])
 
 
 def check_premul_sum(group: Group) -> Problems:
@@ -193,15 +183,11 @@ def check_reduce_scatter(group: Group) -> Problems:
     yield from against_reference(group, _regular(group, "reduce_scatter") + cases)
 
 
-def _whole(size: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (size * shape[0], *shape[1:])
-
-
 def check_reduce_scatter_tensor(group: Group) -> Problems:
     """From one tensor per rank, flat or stacked, and several pairs as one operation."""
 
     def several(rank: int) -> Collective:
-        wholes = [draw(_whole(group.size, shape), dtype, 12, i, rank) for i, (shape, dtype) in enumerate(_SEVERAL)]
+        wholes = [draw((group.size * n, *m), dtype, 12, i, rank) for i, ((n, *m), dtype) in enumerate(_SEVERAL)]
         return build.reduce_scatter_tensor([blank(shape, dtype) for shape, dtype in _SEVERAL], wholes)
 
     cases = [*_regular(group, "reduce_scatter_tensor"), Case("several, concatenated", several)]
@@ -239,7 +225,7 @@ def check_all_gather_into_tensor(group: Group) -> Problems:
     """Into one tensor, concatenated or stacked, and several pairs as one operation."""
 
     def several(rank: int) -> Collective:
-        wholes = [blank(_whole(group.size, shape), dtype) for shape, dtype in _SEVERAL]
+        wholes = [blank((group.size * n, *m), dtype) for (n, *m), dtype in _SEVERAL]
         return build.all_gather_into_tensor(wholes, [draw(s, d, 24, i, rank) for i, (s, d) in enumerate(_SEVERAL)])
 
     cases = [*_regular(group, "all_gather_into_tensor"), Case("several, concatenated", several)]
@@ -297,17 +283,12 @@ def check_scatter(group: Group) -> Problems:
 
 def check_barrier(group: Group) -> Problems:
     """No rank passes before all have joined, and submit does not block; a monitored barrier of all ranks passes."""
-    side = side_group(group)
-    if group.rank == group.size - 1:
-        meet(side)
-        group.barrier()
-    else:
-        work = group.barrier(async_op=True)
+
+    def look(work: Work) -> Problems:
         yield from holds(not work.is_completed(), "barrier: it is completed, though the last rank has not joined")
-        meet(side)
-        work.wait()
+
+    yield from held_up(group, lambda: group.barrier(async_op=True), look)
     group.monitored_barrier(timeout=10.0)
-    side.close()
 
 
 def check_many_in_flight(group: Group) -> Problems:

@@ -14,17 +14,7 @@ import torch
 
 from gradwire.errors import GradwireError, NoSubgroups, UsageError
 from gradwire.groups.base import Group
-from gradwire.testing.conformance import (
-    aliasing,
-    completion,
-    lifecycle,
-    memory,
-    operations,
-    p2p,
-    subgroups,
-    usage,
-    work,
-)
+from gradwire.testing.conformance import aliasing, completion, lifecycle, memory, operations, p2p, split, usage, work
 from gradwire.testing.conformance.compare import Problems
 
 _HERE = Path(__file__).parent
@@ -42,7 +32,7 @@ class Check:
     fresh: bool = False
 
 
-_MODULES = (operations, memory, aliasing, p2p, subgroups, work, completion, usage, lifecycle)
+_MODULES = (operations, memory, aliasing, p2p, split, work, completion, usage, lifecycle)
 _NEEDS = {p2p: (2, False), usage: (2, True), lifecycle: (2, True)}
 """The minimum number of ranks, and whether they may break their world: all checks of a module; then those that differ."""
 _EXCEPTIONS = {
@@ -81,11 +71,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one rank found in one world."""
+    """What one rank found in one world, of this size; 0 if it could not be made."""
 
     size: int
     ran: tuple[str, ...]
-    skipped: tuple[str, ...]
     failures: tuple[Failure, ...]
     broken: bool
     """Whether a check raised: the world could not be used afterward."""
@@ -158,37 +147,32 @@ def check_group(make_world: MakeWorld, *, only: Iterable[str] | None = None, dev
     shared = tuple(check.name for check in chosen if not check.fresh)
     worlds = [*([shared] if shared else []), *((check.name,) for check in chosen if check.fresh)]
     outcomes: list[Outcome] = []
-    failures: list[Failure] = []
     for number, names in enumerate(worlds):
-        found, broken = _in_one_world(make_world, Visit(names, device))
-        outcomes += found
-        failures += [failure for outcome in found for failure in outcome.failures] if found else broken
-        if (broken or any(outcome.broken for outcome in found)) and number == 0 and len(names) > 1:
+        outcomes += _in_one_world(make_world, Visit(names, device))
+        if number == 0 and len(names) > 1 and any(outcome.broken for outcome in outcomes):
             break  # a failure in the first world would be repeated, slowly, in every other
-    skipped = {name for outcome in outcomes for name in outcome.skipped}
-    if failures:
-        named = skipped.union(*(outcome.ran for outcome in outcomes), (failure.check for failure in failures))
+    size = max(outcome.size for outcome in outcomes)
+    skipped = tuple(check.name for check in chosen if 0 < size < check.ranks)
+    if failures := [failure for outcome in outcomes for failure in outcome.failures]:
+        named = {*skipped, *(failure.check for failure in failures)}.union(*(outcome.ran for outcome in outcomes))
         raise ConformanceError(failures, [check.name for check in chosen if check.name not in named])
-    return Report(
-        size=max((outcome.size for outcome in outcomes), default=0),
-        ran=tuple(check.name for check in chosen if check.name not in skipped),
-        skipped=tuple(check.name for check in chosen if check.name in skipped),
-        seconds=time.perf_counter() - began,
-    )
+    ran = tuple(check.name for check in chosen if check.name not in skipped)
+    return Report(size, ran, skipped, time.perf_counter() - began)
 
 
-def _in_one_world(make_world: MakeWorld, visit: Visit) -> tuple[list[Outcome], list[Failure]]:
+def _in_one_world(make_world: MakeWorld, visit: Visit) -> list[Outcome]:
     name = visit.names[0] if len(visit.names) == 1 else f"{visit.names[0]} to {visit.names[-1]}"
     try:
         results = list(make_world(visit))
     except Exception as error:  # a world that breaks is a finding about the group, to be reported with the others
-        return [], [Failure(name, None, f"make_world raised {type(error).__name__}: {error}")]
+        failure = Failure(name, None, f"make_world raised {type(error).__name__}: {error}")
+        return [Outcome(0, (), (failure,), broken=True)]
     if not results or not all(isinstance(outcome, Outcome) for outcome in results):
         raise UsageError(
             f"check_group: make_world returned {results!r}. It must call the given function on every rank and "
             "return the list of results in rank order."
         )
-    return results, []
+    return results
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,18 +185,13 @@ class Visit:
     def __call__(self, group: Group) -> Outcome:
         """Run the checks on `group`, until one of them raises."""
         ran: list[str] = []
-        skipped: list[str] = []
         failures: list[Failure] = []
         broken = False
         with nullcontext() if self.device == "cpu" else torch.device(self.device):
-            for name in self.names:
-                check = CHECKS[name]
-                if group.size < check.ranks:
-                    skipped.append(name)
-                    continue
+            for name in (name for name in self.names if CHECKS[name].ranks <= group.size):
                 ran.append(name)
                 try:
-                    failures += [Failure(name, group.rank, problem) for problem in check.run(group)]
+                    failures += [Failure(name, group.rank, problem) for problem in CHECKS[name].run(group)]
                 except Exception as error:
                     failures.append(Failure(name, group.rank, _described(error)))
                     if isinstance(error, NoSubgroups):
@@ -220,7 +199,7 @@ class Visit:
                     broken = True
                     group.abort(f"conformance check {name} failed")
                     break
-        return Outcome(group.size, tuple(ran), tuple(skipped), tuple(failures), broken)
+        return Outcome(group.size, tuple(ran), tuple(failures), broken)
 
 
 def _described(error: Exception) -> str:

@@ -293,7 +293,7 @@ class _Call:
                 "End and close what the rank's function, or the group under test, has started and opened.",
                 story=ended.left,
             )
-            later.append(protocol.RankResult(rank, protocol.Fate.RAISED, time.monotonic(), error=problem))
+            later.append(protocol.RankResult(rank, protocol.Fate.RAISED, error=problem))
         for failure in later:
             if outcome.error is None:
                 outcome = failure
@@ -307,9 +307,8 @@ class _Call:
             self._receive(rank)  # what it sent before it died
         self._forget(worker.control, worker.alive)
         if rank not in self._ended:
-            self._end(
-                rank, protocol.Fate.DIED, f"its process {worker.pid} {ending(worker.wait(protocol.MESSAGE_LIMIT))}"
-            )
+            how = ending(worker.wait(protocol.MESSAGE_LIMIT))
+            self._end(rank, protocol.Fate.DIED, f"its process {worker.pid} {how}")
 
     def _forget(self, *sources: socket.socket | int) -> None:
         for source in sources:
@@ -321,7 +320,7 @@ class _Call:
         self._ended.add(rank)
         known = self._outcomes.get(rank)
         if known is None or known.fate is protocol.Fate.RETURNED:
-            self._note(protocol.RankResult(rank, fate, time.monotonic(), detail=detail))
+            self._note(protocol.RankResult(rank, fate, detail=detail))
 
     def _note(self, outcome: protocol.RankResult) -> None:
         self._outcomes[outcome.rank] = outcome

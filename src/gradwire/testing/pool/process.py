@@ -123,12 +123,10 @@ class LocalWorker(WorkerHandle):
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What this process holds open for the worker."""
         status = [self.process.fileno()] if isinstance(self.process, ForkedProcess) else []
         return *super().descriptors, *status
 
     def wait(self, limit: float) -> int | None:
-        """The exit status, if the worker ends within `limit` seconds."""
         if isinstance(self.process, ForkedProcess):
             with suppress(RuntimeError):  # its server has died, and no other process can read the status
                 return self.process.poll(limit)
@@ -136,7 +134,6 @@ class LocalWorker(WorkerHandle):
         return ended if isinstance(self.process, ForkedProcess) else self.process.poll()
 
     def kill(self) -> None:
-        """End it now."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.alive, signal.SIGKILL)
         if self.wait(MESSAGE_LIMIT) is None:

@@ -11,18 +11,17 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]
 from torch._C._distributed_c10d import Store
 
-from gradwire.errors import GroupAborted, GroupError, PeerLost, UsageTypeError
+from gradwire.errors import GroupError, UsageTypeError
 from gradwire.groups import Group
 from gradwire.groups.base import BuildGroup
-from gradwire.runtime.rank_error import root_cause
 
 START_LIMIT = 120.0
 """Seconds that new workers have to import torch and report."""
@@ -70,30 +69,14 @@ class RankResult:
 
     rank: int
     fate: Fate
-    when: float
     value: Any = None
     error: BaseException | None = None
     detail: str = ""
+    when: float = field(default_factory=time.monotonic)
 
     def failed(self, lost: Collection[int]) -> bool:
         """Whether this is a failure, given that the ranks in `lost` are expected to die."""
         return self.fate is not (Fate.DIED if self.rank in lost else Fate.RETURNED)
-
-
-def root_failure(failures: Iterable[RankResult]) -> RankResult | None:
-    """The failure that caused the others; None if all ranks that failed were stuck.
-
-    Near the earliest, an error of the rank itself comes first, then a process that died, then PeerLost and GroupAborted, which look
-    like consequences.
-    """
-
-    def consequence(outcome: RankResult) -> int:
-        if outcome.fate is Fate.DIED:
-            return 1
-        return 2 if isinstance(outcome.error, (PeerLost, GroupAborted)) else 0
-
-    active = (outcome for outcome in failures if outcome.fate is not Fate.STUCK)
-    return root_cause(active, when=lambda outcome: outcome.when, consequence=consequence)
 
 
 class RemoteTraceback(Exception):
@@ -129,10 +112,8 @@ class GroupJob:
     wrap: Callable[[Group], Group] | None = None
 
     def __call__(self, context: JobContext) -> object:
-        """On one rank."""
-        group = self.build(
-            context.store, context.rank, context.size, timeout=context.timeout + GROUP_MARGIN, name=context.name
-        )
+        timeout = context.timeout + GROUP_MARGIN
+        group = self.build(context.store, context.rank, context.size, timeout=timeout, name=context.name)
         context.own(group)
         if self.wrap is not None:
             group = self.wrap(group)
@@ -277,7 +258,7 @@ def pack(result: RankResult) -> Answer:
             f"process ({why}), so this replaces it; its traceback is the cause. "
             "Keep what cannot be pickled out of its arguments, or define __reduce__."
         )
-    return Answer(cloudpickle.dumps(RankResult(rank, Fate.RAISED, result.when, error=replacement)), text)
+    return Answer(cloudpickle.dumps(RankResult(rank, Fate.RAISED, error=replacement, when=result.when)), text)
 
 
 def unpack(rank: int, answer: Answer) -> RankResult:
@@ -289,7 +270,7 @@ def unpack(rank: int, answer: Answer) -> RankResult:
             f"what rank {rank} returned or raised cannot be rebuilt in this process: {type(problem).__name__}: {problem}. "
             "Return tensors, numbers, strings, or containers of them."
         )
-        result = RankResult(rank, Fate.RAISED, time.monotonic(), error=error)
+        result = RankResult(rank, Fate.RAISED, error=error)
     if result.error is not None and answer.text:
         result.error.__cause__ = RemoteTraceback(answer.text)
     return result

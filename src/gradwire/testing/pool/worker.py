@@ -85,11 +85,9 @@ class RankWorker:
         """Run a job, and send its answer. Returns the error of closing what it owned."""
         failure = ""
         try:
-            answer = protocol.pack(
-                protocol.RankResult(job.rank, protocol.Fate.RETURNED, time.monotonic(), self._call(job))
-            )
+            answer = protocol.pack(protocol.RankResult(job.rank, protocol.Fate.RETURNED, self._call(job)))
         except BaseException as error:
-            answer = protocol.pack(protocol.RankResult(job.rank, protocol.Fate.RAISED, time.monotonic(), error=error))
+            answer = protocol.pack(protocol.RankResult(job.rank, protocol.Fate.RAISED, error=error))
             failure = f"rank {job.rank} raised {type(error).__name__}: {error}"
         protocol.send(self._control, answer)
         if failure:
@@ -102,7 +100,7 @@ class RankWorker:
             if owned is not None:
                 owned.close()
         except BaseException as error:
-            return protocol.pack(protocol.RankResult(job.rank, protocol.Fate.RAISED, time.monotonic(), error=error))
+            return protocol.pack(protocol.RankResult(job.rank, protocol.Fate.RAISED, error=error))
         finally:
             _flush()
         return None
