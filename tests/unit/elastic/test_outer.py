@@ -348,7 +348,9 @@ def test_members_that_change_in_the_first_round_keep_their_own_optimizers(tmp_pa
             if me == "b":
                 world.start("joiner")
                 others = [world.runs[one].training for one in "ac"]
-                wait_until(lambda: run.performer._lobby and all(one.moved for one in others), "a joiner, and others that moved")
+                wait_until(
+                    lambda: run.performer._lobby and all(one.moved for one in others), "a joiner, and others that moved"
+                )
                 raise Killed
             wait_until(lambda: run.performer.frozen, "b is lost")
         if place == "outer" and run.training.moved and me in "ac":
