@@ -196,6 +196,8 @@ class CommHook(HookState, ABC):
 
     dense_only: bool = False
     """Whether it refuses sparse gradients: it selects, splits or rounds elements."""
+    real_only: str = ""
+    """Why it refuses complex gradients, if it does."""
     uses_room: bool = False
     """Whether it writes its value to `turn.room` if there is one. Hooks that pass their turn on do not."""
     made_by: str = ""
@@ -216,12 +218,15 @@ class CommHook(HookState, ABC):
     def check(self, spec: BucketSpec) -> None:
         """Raise UsageError if the hook cannot reduce one of these parameters. Called when it is set, before any step."""
         if self.dense_only and spec.sparse:
-            raise sparse_gradients(self, spec)
-
-    def refuse_sparse(self, grad: Tensor, spec: BucketSpec) -> None:
-        """Raise if the gradient is sparse although that was not known before the step."""
-        if grad.is_sparse:
-            raise sparse_gradients(self, spec)
+            raise UsageError(
+                f"{self!r} on {spec}: its gradients are sparse, and it supports dense ones only. Use mean() for such parameters, "
+                'by partition({"embedding.*": mean(), "*": ...}).'
+            )
+        if self.real_only and spec.dtype.is_complex:
+            raise UsageError(
+                f"{self!r} on {spec}: its gradients are complex, and {self.real_only}. Give such parameters mean(), by "
+                'partition({"name.*": mean(), "*": ...}).'
+            )
 
     def capture_key(self, turn: Turn) -> Any:
         """What the kernels of `reduce` depend on in this turn, besides rank, world, weight and divisor; None if that is unknown.
@@ -288,14 +293,6 @@ class CommHook(HookState, ABC):
         shown = {name: getattr(self, name) for name in names if name[:1] != "_" and name not in hidden}
         settings = ", ".join(f"{name}={value!r}" for name, value in shown.items() if isinstance(value, plain))
         return f"{self.made_by or type(self).__qualname__}({settings})"
-
-
-def sparse_gradients(hook: CommHook, spec: BucketSpec) -> UsageError:
-    """The error of a hook that supports dense gradients only."""
-    return UsageError(
-        f"{hook!r} on {spec}: its gradients are sparse, and it supports dense ones only. Use mean() for such parameters, "
-        'by partition({"embedding.*": mean(), "*": ...}).'
-    )
 
 
 Stage = Callable[[CommHook], CommHook]

@@ -209,10 +209,6 @@ class GradBucket:
         """Whether this is the last bucket launched in this backward."""
         return self._is_last
 
-    def sparse_grad_indices(self) -> Tensor | None:
-        """The indices of a sparse gradient, or None."""
-        return self._buffer._indices() if self._buffer.is_sparse else None
-
     def __repr__(self) -> str:
         return (
             f"GradBucket(index={self.index()}, parameters={list(self.spec.names)}, buffer={tuple(self._buffer.shape)})"

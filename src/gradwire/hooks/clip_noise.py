@@ -35,7 +35,6 @@ class Clip(_Distorting):
     made_by = "clip"
 
     def around(self, reduce: Reduce, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        self.refuse_sparse(grad, turn.spec)
         clipped = grad if turn.donated else grad.clone()
         flat = real(clipped)
         if self.value is not None:
@@ -73,7 +72,6 @@ class AddNoise(_Distorting):
     made_by = "add_noise"
 
     def around(self, reduce: Reduce, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        self.refuse_sparse(grad, turn.spec)
         flat = real(grad)
         rng = generator(self.seed, turn, shared=False)
         noise = torch.randn(flat.numel(), generator=rng, dtype=wide(flat.dtype), device=flat.device)

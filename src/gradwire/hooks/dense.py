@@ -65,7 +65,6 @@ class ReduceScatterMean(CommHook):
     passes_nonfinite = True
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        self.refuse_sparse(grad, turn.spec)
         label, size = f"bucket {turn.spec.index}", turn.world_size
         row = padded(grad, -(-grad.numel() // size) * size)
         mine = grad.new_empty(row.numel() // size)
@@ -107,7 +106,6 @@ class WeightedMean(CommHook):
             raise UsageError(
                 f"weighted_mean on rank {turn.rank}: weight {turn.weight} is no count. Pass a number of samples."
             )
-        self.refuse_sparse(grad, turn.spec)
         # bfloat16 rounds counts of samples above 256, and float16 soon overflows.
         weight = grad.new_full((1,), turn.weight, dtype=wide(grad.dtype))
         value = torch.cat([grad * weight, weight])

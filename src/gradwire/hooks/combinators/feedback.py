@@ -52,7 +52,6 @@ class ErrorFeedback(Composite, Wrapped):
         refuse_traits(f"error_feedback() around {self.inner!r}", self.inner, _REFUSED)
 
     def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
-        self.refuse_sparse(grad, turn.spec)
         fused = None
         if self.decay == 1:
             fused = self.inner.reduce_with_residual(grad, state["residual"], state["inner"], turn)

@@ -114,7 +114,6 @@ class Hierarchical(Composite):
 
     def reduce(self, grad: Tensor, state: _Levels, turn: Turn) -> Reduction:
         """See Note [Two levels of a reduction]."""
-        self.refuse_sparse(grad, turn.spec)
         layout = turn.hosts if turn.hosts is not None and len(turn.hosts.hosts) > 1 else None
         host, index = (0, 0) if layout is None else layout.place(turn.rank)
         self._assign_slice(state, turn, layout, index)

@@ -63,7 +63,6 @@ class ChunkedTopK(CommHook):
     alone = SendsPairs.alone
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        self.refuse_sparse(grad, turn.spec)
         chunks, dtype = self._chunks(turn.spec), turn.spec.dtype
         rows = padded(real(grad).to(number_dtype(dtype)), chunks * self.chunk).view(chunks, self.chunk)
         indices = torch.topk(rows.abs(), self.k, sorted=False).indices

@@ -105,22 +105,13 @@ class DecoupledMomentum(SendsPairs):
     made_by = "decoupled_momentum"
     collectives = 1
     traits = Trait.REMEMBERS | Trait.MOMENTUM
-
-    def check(self, spec: BucketSpec) -> None:
-        CommHook.check(self, spec)
-        if spec.dtype.is_complex:
-            raise UsageError(
-                f"{self!r} on {spec}: its gradients are complex, and the sign of their momentum, which the optimizer uses, is not "
-                'defined. Give such parameters mean(), by partition({"name.*": mean(), "*": ...}).'
-            )
+    real_only = "the sign of their momentum, which the optimizer uses, is not defined"
 
     def init(self, spec: BucketSpec) -> Tensor:
         return self.load({}, spec)
 
     def reduce(self, grad: Tensor, state: Tensor, turn: Turn) -> Reduction:
         """Accumulate, extract the fast frequencies, gather them, transform their mean back."""
-        self.check(turn.spec)
-        self.refuse_sparse(grad, turn.spec)
         tilings, form = self._tilings(turn.spec), self.form(turn.spec)
         momentum = state.mul_(self.decay).add_(grad)
         views = zip(turn.spec.views(momentum), tilings, strict=True)

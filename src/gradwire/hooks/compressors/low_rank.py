@@ -160,7 +160,6 @@ class PowerSGD(CommHook):
 
     def reduce(self, grad: Tensor, state: _Factors, turn: Turn) -> Reduction:
         """See Note [One step of power iteration]."""
-        self.refuse_sparse(grad, turn.spec)
         plan = state.plan
         if not plan.by_rows:
             return (yield from MEAN.reduce(grad, None, turn))

@@ -77,7 +77,6 @@ class ScaledCast(Wrapped):
         return replace(spec, dtype=self.dtype, names=("parts",), shapes=(row,), strides=((1,),))
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        self.refuse_sparse(grad, turn.spec)
         flat = real(grad).to(number_dtype(turn.spec.dtype))
         magnitude = largest_magnitude(flat.view(1, -1))
         yield all_reduce(magnitude, op=ReduceOp.MAX, label=f"bucket {turn.spec.index}, scale")
@@ -110,7 +109,6 @@ class Float8Mean(CommHook):
         def row(slices: Tensor) -> Tensor:
             return as_dtype(slices.reshape(-1)[: count(turn.spec)], turn.spec.dtype)
 
-        self.refuse_sparse(grad, turn.spec)
         label, size = f"bucket {turn.spec.index}", turn.world_size
         slices = padded(real(grad).float(), -(-count(turn.spec) // size) * size).view(size, -1)
         outgoing = self._encode(slices)

@@ -133,7 +133,6 @@ class _Selecting(SendsPairs):
         """The indices of the elements to send."""
 
     def chosen(self, grad: Tensor, turn: Turn) -> tuple[Pairs, Format]:
-        self.refuse_sparse(grad, turn.spec)
         flat, form = real(grad), self.form(turn.spec)
         indices = self.choose(flat)
         return Pairs(indices.to(form.indices), flat[indices].to(form.values)), form
@@ -170,7 +169,6 @@ class TopK(_Selecting):
 
     def reduce_scatter(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Send each rank as many of the elements in its row: an equal share of the k of `reduce`, rounded up."""
-        self.refuse_sparse(grad, turn.spec)
         flat, form, size = real(grad), self.form(turn.spec), turn.world_size
         rows, k = flat.tensor_split(size), self._per_row(flat.numel(), size)
         chosen = [Pairs(indices, row[indices].to(form.values)) for row in rows for indices in (largest(row, k),)]
@@ -303,7 +301,6 @@ class RandomK(Wrapped):
         return replace(spec, names=("random_k",), shapes=((k,),), strides=((1,),))
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        self.refuse_sparse(grad, turn.spec)
         indices = self._indices(turn)
         # The inner bucket has no parameter names to tell it apart by.
         inside = replace(turn, spec=self.inside(turn.spec), path="/".join([turn.path, *turn.spec.names[:1]]))

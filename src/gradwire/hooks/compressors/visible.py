@@ -31,7 +31,6 @@ class Visible(Wrapped):
 
     def around(self, reduce: Reduce, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Reduce the elements of the progress that change the anchor's value in `dtype`, and zeros for the others."""
-        self.refuse_sparse(grad, turn.spec)
         anchor = turn.anchor
         if anchor is None or anchor.numel() != grad.numel():
             raise UsageError(

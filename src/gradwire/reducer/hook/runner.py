@@ -24,10 +24,10 @@ from gradwire.hooks.base import CommHook, Turn
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.dense import mean
 from gradwire.hooks.periodic.base import OuterHook, check_outer
-from gradwire.hooks.pump import describe
+from gradwire.hooks.pump import Method, begin, describe
 from gradwire.policies import ScaleCheck
 from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
-from gradwire.reducer.hook.driver import Driver, Pending, gradient_reduction, run, scattering_reduction
+from gradwire.reducer.hook.driver import Driver, Pending, run
 from gradwire.reducer.hook.hook_states import HookStates, from_dict, owed_norm, to_dict, with_ranks
 from gradwire.reducer.hook.outer_optimizer import OuterOptimizer
 from gradwire.reducer.hook.torch_hooks import TorchHook, TorchHookRun
@@ -82,17 +82,18 @@ class HookRunner:
         return pending if check is None else check.watch(pending)
 
     def run(self, bucket: GradBucket) -> Tensor:
-        state, step = self._begin(bucket)
-        turn = self._turn(bucket, step)
-        return run(gradient_reduction(self.group, self.hook, bucket.buffer(), state, turn), self.group)
+        return self._run(self.hook.reduce, bucket)
 
     def run_scattered(self, bucket: GradBucket) -> Tensor:
         """This rank's row of the average of a bucket of equal rows; from the whole if the hook has no `reduce_scatter`."""
         if not self.hook.scatters:
             return self.run(bucket).tensor_split(self.group.size)[self.group.rank]
-        state, step = self._begin(bucket)
-        turn = self._turn(bucket, step)
-        return run(scattering_reduction(self.group, self.hook, bucket.buffer(), state, turn), self.group)
+        return self._run(self.hook.reduce_scatter, bucket, parts=self.group.size)
+
+    def _run(self, reduce: Method, bucket: GradBucket, *, parts: int = 1) -> Tensor:
+        (state, step), row = self._begin(bucket), bucket.buffer()
+        reduction = begin(self.hook, reduce, row, state, self._turn(bucket, step), parts=parts, dtype=row.dtype)
+        return run(reduction, self.group)
 
     def _begin(self, bucket: GradBucket) -> tuple[Any, int]:
         """The state and the step of a bucket. What an earlier hook has not sent is added to its gradient, if it is not refused."""
@@ -115,8 +116,17 @@ class HookRunner:
             raise
 
     def _turn(self, bucket: GradBucket, step: int) -> Turn:
-        group = self.group
-        return Turn(bucket.spec, group.rank, group.size, step, donated=True, divisor=self.divisor, weight=self.weight)
+        spec, group = bucket.spec, self.group
+        return Turn(
+            spec,
+            group.rank,
+            group.size,
+            step,
+            donated=True,
+            divisor=self.divisor,
+            weight=self.weight,
+            hosts=group.layout,
+        )
 
     def verify(self, step: int) -> Exception | None:
         return next((error for check in self._scale_checks if (error := check.verify()) is not None), None)

@@ -45,7 +45,6 @@ class Quantize(CommHook):
 
     def reduce(self, grad: Tensor, state: MessageLayout, turn: Turn) -> Reduction:
         """Send quantized slices to their owners, which average them; gather the means, quantized again."""
-        self.refuse_sparse(grad, turn.spec)
         label = f"bucket {turn.spec.index}"
         flat = real(grad.view(-1))
         pairs = list(zip(state.sections, state.parts(turn.world_size), strict=True))
@@ -110,7 +109,6 @@ class Quantize(CommHook):
 
     def reduce_scatter(self, grad: Tensor, state: MessageLayout, turn: Turn) -> Reduction:
         """Send quantized rows to their owners, which average them: the first half of `reduce`, on rows of the bucket."""
-        self.refuse_sparse(grad, turn.spec)
         return (yield from self._scatter(grad, None, state, turn))
 
     def scatter_with_residual(
