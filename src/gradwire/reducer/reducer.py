@@ -203,7 +203,7 @@ class Reducer:
         self.reductions.unused = frozenset(unused) if self._skip_unused else ()
         self.iterations.forward_ended()
         self.reductions.step = self.iterations.number
-        self.used.uses = {}
+        self.used.uses.clear()
         # Not where an optimizer steps in backward, and not where the caller finalizes, perhaps during backward.
         may_take_early = not (self.used.learning or self.leave_gradients or self.manual)
         all_call = all_call or self.manual or self.used.learning or self.events.wants(GradientReady)
@@ -253,7 +253,7 @@ class Reducer:
         if not self.backward_runs and torch._C._current_graph_task_id() != -1:
             self.backward_begins()  # no output was found to hook
         if used.learning:
-            used.count(indices)
+            used.uses.update(indices)
         else:
             self._launch(self.intake.count, indices)
 
@@ -307,7 +307,7 @@ class Reducer:
             self.incomplete()
         machine.prepare(i for i in everything if i not in uses)
         self._launch(machine.arrived, list(uses))  # in the order in which they arrived first
-        machine.static_uses = [uses.get(i, 0) for i in everything]
+        machine.static_uses = [uses[i] for i in everything]
         machine.arrival = []  # as in torch, the order is taken from the second step of a static graph
 
     def backward_returned(self, tensors: Any) -> None:

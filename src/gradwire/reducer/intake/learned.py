@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -88,7 +89,7 @@ class UsedParameters:
         """Whether the next backward shows what a static graph uses."""
         self.learning_unused = False
         """Whether the end of this step shows what no rank uses in a static graph."""
-        self.uses: dict[int, int] = {}
+        self.uses: Counter[int] = Counter()
         """Of each parameter, in the first backward of a static graph. One that failed may have counted some."""
         self._device = device
         self._seen = [False] * count
@@ -97,15 +98,11 @@ class UsedParameters:
     def learn_static_graph(self) -> None:
         """Count uses in the next backward, and exchange what is used once, at its end."""
         self.learning = self.learning_unused = self.exchanged = True
-        self.uses = {}
+        self.uses = Counter()
 
-    def count(self, indices: Iterable[int]) -> None:
-        for i in indices:
-            self.uses[i] = self.uses.get(i, 0) + 1
-
-    def pop_first_uses(self) -> dict[int, int]:
+    def pop_first_uses(self) -> Counter[int]:
         """How often each parameter got a gradient, in order of the first. If any did, the graph has been learned."""
-        uses, self.uses = self.uses, {}
+        uses, self.uses = self.uses, Counter()
         self.learning = not uses
         return uses
 
