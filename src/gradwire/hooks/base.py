@@ -57,6 +57,8 @@ class Turn:
     """Memory for `value`, as large as `grad`, if the hook `uses_room`."""
     anchor: Tensor | None = None
     """Inside `diloco`: the parameters at the start of the round. The gradient is the progress since then, to be subtracted."""
+    residual: Tensor | None = None
+    """If the hook `adds_residual`: to be added to the gradient, and replaced by what is not sent of the sum."""
     path: str = ""
     """Tells apart the parts of a combinator that see the same bucket in the same step, so that they draw different numbers."""
     varying: Callable[[Callable[[Turn], int]], Tensor] | None = field(default=None, repr=False)
@@ -242,9 +244,9 @@ class CommHook(HookState, ABC):
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Average `grad` over all ranks. It is flat, and must not be written unless `turn.donated`."""
 
-    def reduce_with_residual(self, grad: Tensor, residual: Tensor, state: Any, turn: Turn) -> Reduction | None:
-        """`reduce` of `grad` plus `residual`, which becomes what was not sent, by kernels that do both; None if there are none."""
-        return None
+    def adds_residual(self, grad: Tensor, residual: Tensor, state: Any, turn: Turn) -> bool:
+        """Whether it would make use of this `turn.residual`, because it has kernels for that."""
+        return False
 
     @property
     def scatters(self) -> bool:
@@ -257,10 +259,6 @@ class CommHook(HookState, ABC):
         `grad` has `turn.world_size` rows of equal length, which is the length of the value. `sent` is as long as `grad`: row r of
         the mean of all ranks' `sent` is the value of rank r. The state is that of `reduce`.
         """
-        return None
-
-    def scatter_with_residual(self, grad: Tensor, residual: Tensor, state: Any, turn: Turn) -> Reduction | None:
-        """As `reduce_with_residual`, for `reduce_scatter`."""
         return None
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:

@@ -51,27 +51,19 @@ class ErrorFeedback(Composite, Wrapped):
     def __post_init__(self) -> None:
         refuse_traits(f"error_feedback() around {self.inner!r}", self.inner, _REFUSED)
 
-    def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
-        fused = None
-        if self.decay == 1:
-            fused = self.inner.reduce_with_residual(grad, state["residual"], state["inner"], turn)
-        return self.around(self.inner.reduce, grad, state, turn) if fused is None else fused
-
-    def reduce_scatter(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction | None:
-        fused = None
-        if self.decay == 1:
-            fused = self.inner.scatter_with_residual(grad, state["residual"], state["inner"], turn)
-        return Wrapped.reduce_scatter(self, grad, state, turn) if fused is None else fused
-
     def around(self, reduce: Reduce, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
         """Reduce the gradient plus the residual; the new residual is what was not sent of it."""
+        residual, inner = state["residual"], state["inner"]
+        if self.decay != 1:
+            residual.mul_(self.decay)
+        if self.inner.adds_residual(grad, residual, inner, turn):
+            return (yield from reduce(grad, inner, replace(turn, residual=residual)))
         # In place: the sum replaces the residual, and the new residual the sum, so that no memory is allocated.
-        residual = state["residual"] if self.decay == 1 else state["residual"].mul_(self.decay)
         wanted = residual.add_(grad)
         # The rounding of 16-bit gradients is part of the residual, which is float32; otherwise `rounded` is `wanted` itself.
         rounded = wanted.to(grad.dtype)
         room = grad if turn.donated and self.inner.uses_room else None
-        value, sent = yield from reduce(rounded, state["inner"], replace(turn, donated=False, room=room))
+        value, sent = yield from reduce(rounded, inner, replace(turn, donated=False, room=room))
         value, sent = (t.clone() if _shares(t, wanted) else t for t in (value, sent))
         _keep_unsent(wanted, sent)
         return Reduced(value, sent)
