@@ -144,11 +144,6 @@ class Slices:
         if views:
             torch._foreach_copy_(views, list(row.view(-1).split([length for _, length in self.ranges])))
 
-    def add(self, flat: Tensor, row: Tensor) -> None:
-        views = self._views(flat)
-        for view, piece in zip(views, row.view(-1).split([length for _, length in self.ranges]), strict=bool(views)):
-            view.add_(piece)
-
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [flat.narrow(0, offset, length) for offset, length in self.ranges]
 

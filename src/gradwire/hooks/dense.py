@@ -58,11 +58,10 @@ def mean() -> CommHook:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ReduceScatterMean(CommHook):
+class ReduceScatterMean(Mean):
     made_by = "reduce_scatter_mean"
     collectives = 2
     dense_only = True
-    passes_nonfinite = True
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         label, size = f"bucket {turn.spec.index}", turn.world_size
@@ -75,14 +74,8 @@ class ReduceScatterMean(CommHook):
         yield all_gather_into_tensor(value, mine, label=label)
         return Reduced(value[: grad.numel()], grad)
 
-    def reduce_scatter(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        return MEAN.reduce_scatter(grad, state, turn)
-
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return 2 * (world_size - 1) * -(-spec.numel // world_size) * spec.dtype.itemsize
-
-    def scatter_wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        return MEAN.scatter_wire_bytes(spec, world_size)
 
 
 def reduce_scatter_mean() -> CommHook:

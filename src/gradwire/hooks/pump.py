@@ -20,18 +20,15 @@ Method = Callable[[Tensor, Any, Turn], Any]
 
 def pump(reduction: Reduction, on_op: Callable[[Collective], object]) -> Reduced:
     """Run a reduction to its end, with `on_op(op)` for each collective. What `on_op` raises is raised at the `yield`."""
-    try:
-        op = next(reduction)
-        while True:
-            try:
-                on_op(op)
-            except BaseException as error:
-                op = reduction.throw(error)
-            else:
-                op = next(reduction)
-    except StopIteration as stop:
-        result: Reduced = stop.value
-        return result
+    step = advance(reduction)
+    while not isinstance(step, Reduced):
+        try:
+            on_op(step)
+        except BaseException as error:
+            step = advance(reduction, error)
+        else:
+            step = advance(reduction)
+    return step
 
 
 def run_by(submit: Callable[[Collective], Any], reduction: Reduction) -> Tensor:
@@ -58,10 +55,10 @@ def relay(reduction: Reduction, on_op: Callable[[Collective], Collective]) -> Re
         reduction.close()
 
 
-def advance(reduction: Reduction) -> Collective | Reduced:
-    """The next collective of a reduction, or its result: one step, for callers that advance several ranks in lockstep."""
+def advance(reduction: Reduction, error: BaseException | None = None) -> Collective | Reduced:
+    """One step: the next collective of a reduction, or its result. With an `error`, that is raised at the `yield`."""
     try:
-        return next(reduction)
+        return next(reduction) if error is None else reduction.throw(error)
     except StopIteration as stop:
         result: Reduced = stop.value
         return result

@@ -52,8 +52,8 @@ class Machine:
         self.names = tuple(names)
         self.story: list[str] = []
         self.static_uses: list[int] | None = None
-        self._relayout(members)
         self.state = State.RESTING
+        self.relayout(members)
         self._left: list[int] = []
         self.ready = bytearray(len(names))
         """By parameter, whether its gradient has arrived in this step."""
@@ -66,7 +66,9 @@ class Machine:
         self.unused: list[int] = []
         """Parameters that count as ready in this step from its first gradient on."""
 
-    def _relayout(self, members: Sequence[Sequence[int]]) -> None:
+    def relayout(self, members: Sequence[Sequence[int]]) -> None:
+        if self.state is not State.RESTING:
+            raise InternalError(f"relayout while {self.state.value}", story=self.story)
         self.members = tuple(tuple(m) for m in members)
         self.bucket_of = [-1] * len(self.names)
         for bucket, indices in enumerate(self.members):
@@ -74,11 +76,6 @@ class Machine:
                 self.bucket_of[i] = bucket
         if any(b < 0 for b in self.bucket_of):
             raise InternalError("a parameter is in no bucket", story=self.story)
-
-    def relayout(self, members: Sequence[Sequence[int]]) -> None:
-        if self.state is not State.RESTING:
-            raise InternalError(f"relayout while {self.state.value}", story=self.story)
-        self._relayout(members)
 
     def prepare(self, unused: Iterable[int] = ()) -> None:
         """A forward has ended whose backward is to be synchronized. `unused` parameters count as ready."""

@@ -38,15 +38,13 @@ class ErrorFeedback(Composite, Wrapped):
 
     made_by = "error_feedback"
     dense_only = True
+    adds = Trait.REMEMBERS
+    traits = Wrapped.traits
     tensors = owes = ("residual",)
 
     @property
     def parts(self) -> Mapping[str, CommHook]:
         return {"inner": self.inner}
-
-    @property
-    def traits(self) -> Trait:
-        return self.inner.traits | Trait.REMEMBERS
 
     def __post_init__(self) -> None:
         refuse_traits(f"error_feedback() around {self.inner!r}", self.inner, _REFUSED)

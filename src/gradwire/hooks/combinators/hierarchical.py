@@ -139,8 +139,8 @@ class Hierarchical(Composite):
         yield from self._share(row, out, state, ranks, f"bucket {turn.spec.index}")
         if turn.donated or state.mine is None:
             return Reduced(out, sent)
-        sent = sent.clone()
-        state.mine.rows.add(sent, lost * (turn.counted / hosts))
+        sent, rows = sent.clone(), state.mine.rows
+        rows.put(sent, rows.take(sent) + lost * (turn.counted / hosts))
         return Reduced(out, sent)
 
     def _assign_slice(self, state: _Levels, turn: Turn, layout: Layout | None, index: int) -> None:
