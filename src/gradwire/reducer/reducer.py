@@ -168,7 +168,7 @@ class Reducer:
         steps = torch.tensor([self.steps], device=self.device)
         self.group.submit(broadcast(steps, src=0, label="recovery")).wait()
         self.steps = int(steps.item())
-        self.used.reset()
+        self.used.seen.clear()
         self.order.forget()
         if self.layout is not self._first_layout:
             self._use_layout(self._first_layout)
@@ -240,7 +240,7 @@ class Reducer:
         """These gradients have been accumulated, in this order, or will be (`early`)."""
         used = self.used
         if used.exchanged:
-            used.seen(indices if early else [i for i in indices if self.parameters[i].grad is not None])
+            used.seen.update(indices if early else [i for i in indices if self.parameters[i].grad is not None])
         if self.machine.state is _RESTING:
             if self.iterations.failure is not None:
                 raise self.iterations.failure
@@ -378,7 +378,7 @@ class Reducer:
             self.iterations.drop(rejected, used=self.leave_gradients)
             return
         first_of_static = self.used.learning_unused
-        self.used.reset()
+        self.used.seen.clear()
         self.used.unused_everywhere(self.group)
         self.reductions.drop()
         if not first_of_static:
@@ -392,4 +392,4 @@ class Reducer:
         self.intake.abandon()
         self.machine.abandon(why)
         self.reductions.drop()
-        self.used.reset()
+        self.used.seen.clear()

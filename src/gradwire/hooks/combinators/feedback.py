@@ -17,7 +17,7 @@ from gradwire.errors import UsageTypeError
 from gradwire.hooks.arguments import NamedStage, checks_arguments, refuse_traits
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.composite import Composite, Reduce, Wrapped
-from gradwire.hooks.numerics.elementwise import drop_nonfinite_
+from gradwire.hooks.numerics.elementwise import GPU_KERNELS, drop_nonfinite_
 from gradwire.runtime.jit import kernels, loop
 
 _REFUSED = {
@@ -79,11 +79,10 @@ def _call(decay: float) -> str:
 
 def _keep_unsent(wanted: Tensor, sent: Tensor) -> None:
     """`wanted -= sent`, then `drop_nonfinite_`; in one pass if numba, or on CUDA Triton, is available."""
-    if wanted.is_cuda and wanted.dtype == torch.float32 and sent.is_contiguous():
-        triton = kernels(_KERNELS)
-        if triton is not None:
-            triton.keep_unsent(wanted, sent)
-            return
+    whole = wanted.is_cuda and wanted.dtype == torch.float32 and sent.is_contiguous()
+    if whole and (triton := kernels(GPU_KERNELS)) is not None:
+        triton.keep_unsent(wanted, sent)
+        return
     fits = wanted.is_cpu and wanted.dtype in _COMPILED and sent.dtype == wanted.dtype and sent.is_contiguous()
     fast = _subtract.compiled() if fits else None
     if fast is None:
@@ -92,7 +91,6 @@ def _keep_unsent(wanted: Tensor, sent: Tensor) -> None:
         fast(wanted.numpy(), sent.view(-1).numpy())
 
 
-_KERNELS = "gradwire.hooks.numerics.elementwise_kernels"
 _COMPILED = (torch.float32, torch.float64)
 
 

@@ -25,8 +25,8 @@ from gradwire.hooks.arguments import checks_arguments
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, Slices, is_dense
 from gradwire.hooks.dense import MEAN
-from gradwire.hooks.numerics.elementwise import as_dtype, count, number_dtype, padded, real
-from gradwire.hooks.numerics.orthogonal import FACTOR_KERNELS, keep_directions, multiply, orthonormal
+from gradwire.hooks.numerics.elementwise import GPU_KERNELS, as_dtype, count, number_dtype, padded, real
+from gradwire.hooks.numerics.orthogonal import keep_directions, multiply, orthonormal
 from gradwire.hooks.numerics.rng import device_key, named_generator, noise
 from gradwire.runtime.jit import kernels
 
@@ -244,7 +244,7 @@ class PowerSGD(CommHook):
 
 
 def _warm_start(state: _Factors) -> None:
-    fast = kernels(FACTOR_KERNELS) if state.begins is not None else None
+    fast = kernels(GPU_KERNELS) if state.begins is not None else None
     if fast is not None:
         fast.keep_directions(state.new.flat, state.q.flat, state.begins)
     else:
