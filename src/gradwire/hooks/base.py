@@ -293,5 +293,10 @@ class CommHook(HookState, ABC):
         return f"{self.made_by or type(self).__qualname__}({settings})"
 
 
+def always_alike(hook: CommHook, turn: Turn) -> int:
+    """The method `capture_key` of a hook whose kernels are the same in every turn."""
+    return 0
+
+
 Stage = Callable[[CommHook], CommHook]
 """A function that puts a hook around a hook. `chain` composes them."""

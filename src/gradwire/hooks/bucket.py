@@ -37,15 +37,9 @@ class BucketSpec:
     @classmethod
     def of(cls, index: int, named: Sequence[tuple[str, Tensor]], like: Tensor) -> BucketSpec:
         """The bucket of these parameters, of which only shapes and strides are read, with gradients like `like`."""
-        return cls(
-            index,
-            names=tuple(name for name, _ in named),
-            shapes=tuple(tuple(p.shape) for _, p in named),
-            strides=tuple(tuple(p.stride()) for _, p in named),
-            dtype=like.dtype,
-            device=like.device,
-            sparse=like.is_sparse,
-        )
+        shapes = tuple(tuple(p.shape) for _, p in named)
+        strides = tuple(tuple(p.stride()) for _, p in named)
+        return cls(index, tuple(name for name, _ in named), shapes, strides, like.dtype, like.device, like.is_sparse)
 
     @property
     def nbytes(self) -> int:

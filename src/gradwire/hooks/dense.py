@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwire.collectives import ReduceOp, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.arguments import NamedStage, refuse_traits
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, always_alike
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Reduce, Wrapped
 from gradwire.hooks.numerics.elementwise import padded, wide
@@ -22,6 +22,7 @@ from gradwire.hooks.numerics.elementwise import padded, wide
 class Mean(CommHook):
     made_by = "mean"
     collectives = 1
+    capture_key = always_alike
     passes_nonfinite = True
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
@@ -38,9 +39,6 @@ class Mean(CommHook):
         value = grad.new_empty(grad.numel() // turn.world_size)
         yield reduce_scatter_tensor(value, grad, op=ReduceOp.AVG, label=f"bucket {turn.spec.index}")
         return Reduced(value if turn.divisor is None else value.mul_(turn.share), grad)
-
-    def capture_key(self, turn: Turn) -> int:
-        return 0
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return None if spec.sparse else 2 * (world_size - 1) / world_size * spec.nbytes

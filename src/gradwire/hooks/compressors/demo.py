@@ -19,7 +19,7 @@ from torch.nn.functional import linear, pad
 
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import checks_arguments
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn, always_alike
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.sparse import VALUES, Format, Pairs, SendsPairs, gather
 from gradwire.hooks.numerics.elementwise import drop_nonfinite_, wide
@@ -104,6 +104,7 @@ class DecoupledMomentum(SendsPairs):
 
     made_by = "decoupled_momentum"
     collectives = 1
+    capture_key = always_alike
     traits = Trait.REMEMBERS | Trait.MOMENTUM
     real_only = "the sign of their momentum, which the optimizer uses, is not defined"
 
@@ -121,9 +122,6 @@ class DecoupledMomentum(SendsPairs):
         lists = yield from gather(chosen, form, turn)
         value = _averaged(lists, momentum, turn.spec, tilings, turn.counted)
         return Reduced(value.to(grad.dtype), own.to(grad.dtype))
-
-    def capture_key(self, turn: Turn) -> int:
-        return 0
 
     def _tilings(self, spec: BucketSpec) -> list[Tiling]:
         return [Tiling.of(shape, self.chunk, self.k) for shape in spec.shapes]

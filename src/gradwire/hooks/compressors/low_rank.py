@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.hooks.arguments import checks_arguments
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn, always_alike
 from gradwire.hooks.bucket import BucketSpec, Slices, is_dense
 from gradwire.hooks.dense import MEAN
 from gradwire.hooks.numerics.elementwise import GPU_KERNELS, as_dtype, count, number_dtype, padded, real
@@ -138,6 +138,7 @@ class PowerSGD(CommHook):
     seed: int
 
     made_by = "power_sgd"
+    capture_key = always_alike
     dense_only = uses_room = True
 
     @property
@@ -203,9 +204,6 @@ class PowerSGD(CommHook):
         multiply(p, state.mine.turned, plan.matrices(sent))
         plan.rest.put(sent, plan.rest.take(own).to(sent.dtype))
         return Reduced(*(as_dtype(row[: own.numel()], grad.dtype) for row in (value, sent)))
-
-    def capture_key(self, turn: Turn) -> int:
-        return 0
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         if spec.sparse:

@@ -20,7 +20,7 @@ from gradwire.collectives import all_gather, all_gather_into_tensor, all_to_all_
 from gradwire.collectives.lower import as_bytes
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import NamedStage, checks_arguments
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, always_alike
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.clip_noise import Clip
 from gradwire.hooks.composite import Wrapped
@@ -155,6 +155,7 @@ class TopK(_Selecting):
 
     made_by = "top_k"
     collectives = 1
+    capture_key = always_alike
 
     def choose(self, flat: Tensor) -> Tensor:
         return largest(flat, share_of(flat.numel(), ratio=self.ratio, k=self.k))
@@ -190,9 +191,6 @@ class TopK(_Selecting):
 
     def _per_row(self, numel: int, rows: int) -> int:
         return min(numel // rows, -(-share_of(numel, ratio=self.ratio, k=self.k) // rows))
-
-    def capture_key(self, turn: Turn) -> int:
-        return 0
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return (world_size - 1) * share_of(count(spec), ratio=self.ratio, k=self.k) * self.form(spec).nbytes

@@ -68,15 +68,8 @@ class BucketLayout:
 
     def _bucket(self, index: int, members: Sequence[int]) -> BucketSpec:
         specs = [self.parameters[i] for i in members]
-        return BucketSpec(
-            index=index,
-            names=tuple(s.name for s in specs),
-            shapes=tuple(s.shape for s in specs),
-            strides=tuple(s.stride for s in specs),
-            dtype=specs[0].dtype,
-            device=specs[0].device,
-            sparse=specs[0].sparse,
-        )
+        names, shapes, strides = zip(*((one.name, one.shape, one.stride) for one in specs), strict=True)
+        return BucketSpec(index, names, shapes, strides, specs[0].dtype, specs[0].device, specs[0].sparse)
 
 
 def by_size(

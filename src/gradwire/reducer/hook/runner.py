@@ -9,6 +9,7 @@ What a hook keeps is in one object, `HookStates`, with the count of steps, and i
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,17 +121,9 @@ class HookRunner:
             raise
 
     def _turn(self, bucket: GradBucket, step: int) -> Turn:
-        spec, group = bucket.spec, self.group
-        return Turn(
-            spec,
-            group.rank,
-            group.size,
-            step,
-            donated=True,
-            divisor=self.divisor,
-            weight=self.weight,
-            hosts=group.layout,
-        )
+        group = self.group
+        turn = Turn(bucket.spec, group.rank, group.size, step, donated=True, divisor=self.divisor, weight=self.weight)
+        return turn if group.layout is None else dataclasses.replace(turn, hosts=group.layout)
 
     def verify(self, step: int) -> Exception | None:
         return next((error for check in self._scale_checks if (error := check.verify()) is not None), None)
