@@ -119,7 +119,7 @@ class Ours:
         size, now = len(self._brought), self._watch.now
         turns = [Turn(self._spec, rank, size, self._step, donated=True) for rank in range(size)]
         reductions = [
-            begin(self._hook, self._hook.reduce, g.clone(), state, turn, dtype=g.dtype)
+            begin(self._hook, self._hook.reduce, g.clone(), state, turn, like=g)
             for g, state, turn in zip(self._brought, self._states, turns, strict=True)
         ]
         self._step += 1

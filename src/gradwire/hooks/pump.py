@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator
 from types import GeneratorType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective
@@ -65,19 +64,12 @@ def advance(reduction: Reduction, error: BaseException | None = None) -> Collect
 
 
 def begin(
-    hook: CommHook,
-    reduce: Method,
-    row: Tensor,
-    state: Any,
-    turn: Turn,
-    *,
-    parts: int = 1,
-    dtype: torch.dtype | None = None,
+    hook: CommHook, reduce: Method, row: Tensor, state: Any, turn: Turn, *, like: Tensor | None = None
 ) -> Reduction:
     """`reduce(row, state, turn)`, a reduction by `hook`; everything that it yields and returns is checked.
 
-    The value must have `row.numel() / parts` elements, and `dtype` if one is given. An exception of the hook's own gets a note of
-    where it was raised.
+    The value must have the length and dtype of `like`; without it, the length of `row`. An exception of the hook's own gets a note
+    of where it was raised.
     """
     method = f"{reduce.__name__}()"
 
@@ -90,7 +82,7 @@ def begin(
             raise broken(f"yielded {type(op).__name__}, not a Collective such as all_reduce(t)")
         return op
 
-    numel = row.numel() // parts
+    numel, dtype = (row.numel(), None) if like is None else (like.numel(), like.dtype)
     try:
         reduction = reduce(row, state, turn)
         if not isinstance(reduction, GeneratorType) and not isinstance(reduction, Generator):

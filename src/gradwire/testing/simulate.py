@@ -119,7 +119,7 @@ def simulate(
         for rank, weight in enumerate(weights)
     ]
     reductions = [
-        begin(hook, hook.reduce, g.clone() if donated else g, state, turn, dtype=g.dtype)
+        begin(hook, hook.reduce, g.clone() if donated else g, state, turn, like=g)
         for g, state, turn in zip(gradients, states, turns, strict=True)
     ]
     reduced, exchanges = _Lockstep(f"simulate({hook!r})", size, layout).run(reductions)

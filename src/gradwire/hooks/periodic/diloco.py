@@ -76,7 +76,7 @@ class DiLoCo(OuterHook):
     def after_step(self, parameters: Tensor, state: _Anchored, turn: Turn) -> Reduction:
         delta = state.anchor - parameters
         inside = replace(turn, spec=_inside(turn.spec), donated=True, anchor=state.anchor)
-        return (yield from begin(self.hook, self.hook.reduce, delta, state.inner, inside, dtype=delta.dtype))
+        return (yield from begin(self.hook, self.hook.reduce, delta, state.inner, inside, like=delta))
 
     def settle(self, parameters: Tensor, value: Tensor, state: _Anchored, turn: Turn) -> Tensor:
         """Move the anchor by a step of SGD with momentum along that mean; return it, mixed with `alpha` of the parameters."""

@@ -125,7 +125,7 @@ class Driver:
         """Start reducing `grad`; never waits for another rank, except on groups that block in `submit`."""
         if type(hook) is not Mean and grad.device.type == "cuda" and self.group.orders_streams(grad.device):
             return self._launch_on_stream(hook, grad, state, turn)
-        reduction = begin(hook, hook.reduce, grad, state, turn, dtype=grad.dtype)
+        reduction = begin(hook, hook.reduce, grad, state, turn, like=grad)
         if hook.collectives == 1 and not self._lane.unfinished and self._lane.failed is None:
             return SingleCollective(reduction, self.group, hook)
         if hook.collectives == 0:
@@ -136,7 +136,7 @@ class Driver:
     def _launch_on_stream(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
         ordered = _Ordered(grad, self.side_stream(grad.device))
         with ordered.here():
-            start = partial(begin, hook, hook.reduce, grad, state, dtype=grad.dtype)
+            start = partial(begin, hook, hook.reduce, grad, state, like=grad)
             ordered.value = self.captured.run(start, hook, grad, state, turn, _on(self.group, self.group.submit))
         return ordered
 

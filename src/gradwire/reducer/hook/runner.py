@@ -87,17 +87,17 @@ class HookRunner:
         return self.driver.launch(self.hook, bucket.buffer(), state, self._turn(bucket, step))
 
     def run(self, bucket: GradBucket) -> Tensor:
-        return self._run(self.hook.reduce, bucket)
+        return self._run(self.hook.reduce, bucket, bucket.buffer())
 
     def run_scattered(self, bucket: GradBucket) -> Tensor:
         """This rank's row of the average of a bucket of equal rows; from the whole if the hook has no `reduce_scatter`."""
         if not self.hook.scatters:
             return self.run(bucket).tensor_split(self.group.size)[self.group.rank]
-        return self._run(self.hook.reduce_scatter, bucket, parts=self.group.size)
+        return self._run(self.hook.reduce_scatter, bucket, bucket.buffer().chunk(self.group.size)[0])
 
-    def _run(self, reduce: Method, bucket: GradBucket, *, parts: int = 1) -> Tensor:
-        (state, step), row = self._begin(bucket), bucket.buffer()
-        reduction = begin(self.hook, reduce, row, state, self._turn(bucket, step), parts=parts, dtype=row.dtype)
+    def _run(self, reduce: Method, bucket: GradBucket, like: Tensor) -> Tensor:
+        state, step = self._begin(bucket)
+        reduction = begin(self.hook, reduce, bucket.buffer(), state, self._turn(bucket, step), like=like)
         return run(reduction, self.group)
 
     def _begin(self, bucket: GradBucket) -> tuple[Any, int]:
