@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -120,7 +119,7 @@ class Ours:
         size, now = len(self._brought), self._watch.now
         turns = [Turn(self._spec, rank, size, self._step, donated=True) for rank in range(size)]
         reductions = [
-            begin(partial(self._hook.reduce, g.clone(), state, turn), self._hook, turn, g.numel(), g.dtype)
+            begin(self._hook, self._hook.reduce, g.clone(), state, turn, like=g)
             for g, state, turn in zip(self._brought, self._states, turns, strict=True)
         ]
         self._step += 1

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def kernels():  # type: ignore[no-untyped-def]
     pytest.importorskip("triton")
-    from gradwire.hooks.numerics import factor_kernels
+    from gradwire.hooks.numerics import gpu_kernels
 
-    return factor_kernels
+    return gpu_kernels
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 7, 16, 32])

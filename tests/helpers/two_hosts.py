@@ -24,7 +24,7 @@ def reduce_on(group: Group, hook: CommHook, grad: Tensor) -> Tensor:
     spec = bucket((grad.numel() // 2, 2))
     driver = Driver(group)
     try:
-        turn = Turn(spec, group.rank, group.size, donated=True)
+        turn = Turn(spec, group.rank, group.size, donated=True, hosts=group.layout)
         return driver.launch(hook, grad, hook.init(spec), turn).wait()
     finally:
         driver.close()

@@ -57,6 +57,8 @@ class Turn:
     """Memory for `value`, as large as `grad`, if the hook `uses_room`."""
     anchor: Tensor | None = None
     """Inside `diloco`: the parameters at the start of the round. The gradient is the progress since then, to be subtracted."""
+    residual: Tensor | None = None
+    """If the hook `adds_residual`: to be added to the gradient, and replaced by what is not sent of the sum."""
     path: str = ""
     """Tells apart the parts of a combinator that see the same bucket in the same step, so that they draw different numbers."""
     varying: Callable[[Callable[[Turn], int]], Tensor] | None = field(default=None, repr=False)
@@ -196,6 +198,8 @@ class CommHook(HookState, ABC):
 
     dense_only: bool = False
     """Whether it refuses sparse gradients: it selects, splits or rounds elements."""
+    real_only: str = ""
+    """Why it refuses complex gradients, if it does."""
     uses_room: bool = False
     """Whether it writes its value to `turn.room` if there is one. Hooks that pass their turn on do not."""
     made_by: str = ""
@@ -216,12 +220,15 @@ class CommHook(HookState, ABC):
     def check(self, spec: BucketSpec) -> None:
         """Raise UsageError if the hook cannot reduce one of these parameters. Called when it is set, before any step."""
         if self.dense_only and spec.sparse:
-            raise sparse_gradients(self, spec)
-
-    def refuse_sparse(self, grad: Tensor, spec: BucketSpec) -> None:
-        """Raise if the gradient is sparse although that was not known before the step."""
-        if grad.is_sparse:
-            raise sparse_gradients(self, spec)
+            raise UsageError(
+                f"{self!r} on {spec}: its gradients are sparse, and it supports dense ones only. Use mean() for such parameters, "
+                'by partition({"embedding.*": mean(), "*": ...}).'
+            )
+        if self.real_only and spec.dtype.is_complex:
+            raise UsageError(
+                f"{self!r} on {spec}: its gradients are complex, and {self.real_only}. Give such parameters mean(), by "
+                'partition({"name.*": mean(), "*": ...}).'
+            )
 
     def capture_key(self, turn: Turn) -> Any:
         """What the kernels of `reduce` depend on in this turn, besides rank, world, weight and divisor; None if that is unknown.
@@ -237,9 +244,9 @@ class CommHook(HookState, ABC):
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Average `grad` over all ranks. It is flat, and must not be written unless `turn.donated`."""
 
-    def reduce_with_residual(self, grad: Tensor, residual: Tensor, state: Any, turn: Turn) -> Reduction | None:
-        """`reduce` of `grad` plus `residual`, which becomes what was not sent, by kernels that do both; None if there are none."""
-        return None
+    def adds_residual(self, grad: Tensor, residual: Tensor, state: Any, turn: Turn) -> bool:
+        """Whether it would make use of this `turn.residual`, because it has kernels for that."""
+        return False
 
     @property
     def scatters(self) -> bool:
@@ -252,10 +259,6 @@ class CommHook(HookState, ABC):
         `grad` has `turn.world_size` rows of equal length, which is the length of the value. `sent` is as long as `grad`: row r of
         the mean of all ranks' `sent` is the value of rank r. The state is that of `reduce`.
         """
-        return None
-
-    def scatter_with_residual(self, grad: Tensor, residual: Tensor, state: Any, turn: Turn) -> Reduction | None:
-        """As `reduce_with_residual`, for `reduce_scatter`."""
         return None
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
@@ -290,12 +293,9 @@ class CommHook(HookState, ABC):
         return f"{self.made_by or type(self).__qualname__}({settings})"
 
 
-def sparse_gradients(hook: CommHook, spec: BucketSpec) -> UsageError:
-    """The error of a hook that supports dense gradients only."""
-    return UsageError(
-        f"{hook!r} on {spec}: its gradients are sparse, and it supports dense ones only. Use mean() for such parameters, "
-        'by partition({"embedding.*": mean(), "*": ...}).'
-    )
+def always_alike(hook: CommHook, turn: Turn) -> int:
+    """The method `capture_key` of a hook whose kernels are the same in every turn."""
+    return 0
 
 
 Stage = Callable[[CommHook], CommHook]

@@ -37,15 +37,9 @@ class BucketSpec:
     @classmethod
     def of(cls, index: int, named: Sequence[tuple[str, Tensor]], like: Tensor) -> BucketSpec:
         """The bucket of these parameters, of which only shapes and strides are read, with gradients like `like`."""
-        return cls(
-            index,
-            names=tuple(name for name, _ in named),
-            shapes=tuple(tuple(p.shape) for _, p in named),
-            strides=tuple(tuple(p.stride()) for _, p in named),
-            dtype=like.dtype,
-            device=like.device,
-            sparse=like.is_sparse,
-        )
+        shapes = tuple(tuple(p.shape) for _, p in named)
+        strides = tuple(tuple(p.stride()) for _, p in named)
+        return cls(index, tuple(name for name, _ in named), shapes, strides, like.dtype, like.device, like.is_sparse)
 
     @property
     def nbytes(self) -> int:
@@ -144,11 +138,6 @@ class Slices:
         if views:
             torch._foreach_copy_(views, list(row.view(-1).split([length for _, length in self.ranges])))
 
-    def add(self, flat: Tensor, row: Tensor) -> None:
-        views = self._views(flat)
-        for view, piece in zip(views, row.view(-1).split([length for _, length in self.ranges]), strict=bool(views)):
-            view.add_(piece)
-
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [flat.narrow(0, offset, length) for offset, length in self.ranges]
 
@@ -208,10 +197,6 @@ class GradBucket:
     def is_last(self) -> bool:
         """Whether this is the last bucket launched in this backward."""
         return self._is_last
-
-    def sparse_grad_indices(self) -> Tensor | None:
-        """The indices of a sparse gradient, or None."""
-        return self._buffer._indices() if self._buffer.is_sparse else None
 
     def __repr__(self) -> str:
         return (

@@ -19,23 +19,16 @@ from gradwire.hooks.numerics.elementwise import clip_norms_, real, wide
 from gradwire.hooks.numerics.rng import generator
 
 
-class _Distorting(Wrapped):
-    dense_only = True
-
-    @property
-    def traits(self) -> Trait:
-        return self.inner.traits | Trait.DISTORTS
-
-
 @dataclass(frozen=True, slots=True, repr=False)
-class Clip(_Distorting):
+class Clip(Wrapped):
     norm: float | None
     value: float | None
 
     made_by = "clip"
+    dense_only = True
+    adds = Trait.DISTORTS
 
     def around(self, reduce: Reduce, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        self.refuse_sparse(grad, turn.spec)
         clipped = grad if turn.donated else grad.clone()
         flat = real(clipped)
         if self.value is not None:
@@ -66,14 +59,15 @@ def clip(*, norm: float | None = None, value: float | None = None) -> Stage:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class AddNoise(_Distorting):
+class AddNoise(Wrapped):
     std: float
     seed: int
 
     made_by = "add_noise"
+    dense_only = True
+    adds = Trait.DISTORTS
 
     def around(self, reduce: Reduce, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        self.refuse_sparse(grad, turn.spec)
         flat = real(grad)
         rng = generator(self.seed, turn, shared=False)
         noise = torch.randn(flat.numel(), generator=rng, dtype=wide(flat.dtype), device=flat.device)

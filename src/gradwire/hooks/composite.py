@@ -92,13 +92,16 @@ class Wrapped(CommHook):
 
     inner: CommHook
 
+    adds = Trait(0)
+    """Its own traits: it has those of the inner hook too."""
+
     @property
     def collectives(self) -> int | None:
         return self.inner.collectives
 
     @property
     def traits(self) -> Trait:
-        return self.inner.traits
+        return self.inner.traits | self.adds
 
     def inside(self, spec: BucketSpec) -> BucketSpec:
         """The bucket as the inner hook sees it."""

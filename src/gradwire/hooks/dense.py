@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwire.collectives import ReduceOp, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.hooks.arguments import NamedStage, refuse_traits
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, always_alike
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Reduce, Wrapped
 from gradwire.hooks.numerics.elementwise import padded, wide
@@ -22,6 +22,7 @@ from gradwire.hooks.numerics.elementwise import padded, wide
 class Mean(CommHook):
     made_by = "mean"
     collectives = 1
+    capture_key = always_alike
     passes_nonfinite = True
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
@@ -39,9 +40,6 @@ class Mean(CommHook):
         yield reduce_scatter_tensor(value, grad, op=ReduceOp.AVG, label=f"bucket {turn.spec.index}")
         return Reduced(value if turn.divisor is None else value.mul_(turn.share), grad)
 
-    def capture_key(self, turn: Turn) -> int:
-        return 0
-
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return None if spec.sparse else 2 * (world_size - 1) / world_size * spec.nbytes
 
@@ -58,14 +56,12 @@ def mean() -> CommHook:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ReduceScatterMean(CommHook):
+class ReduceScatterMean(Mean):
     made_by = "reduce_scatter_mean"
     collectives = 2
     dense_only = True
-    passes_nonfinite = True
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        self.refuse_sparse(grad, turn.spec)
         label, size = f"bucket {turn.spec.index}", turn.world_size
         row = padded(grad, -(-grad.numel() // size) * size)
         mine = grad.new_empty(row.numel() // size)
@@ -76,14 +72,8 @@ class ReduceScatterMean(CommHook):
         yield all_gather_into_tensor(value, mine, label=label)
         return Reduced(value[: grad.numel()], grad)
 
-    def reduce_scatter(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        return MEAN.reduce_scatter(grad, state, turn)
-
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return 2 * (world_size - 1) * -(-spec.numel // world_size) * spec.dtype.itemsize
-
-    def scatter_wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        return MEAN.scatter_wire_bytes(spec, world_size)
 
 
 def reduce_scatter_mean() -> CommHook:
@@ -107,7 +97,6 @@ class WeightedMean(CommHook):
             raise UsageError(
                 f"weighted_mean on rank {turn.rank}: weight {turn.weight} is no count. Pass a number of samples."
             )
-        self.refuse_sparse(grad, turn.spec)
         # bfloat16 rounds counts of samples above 256, and float16 soon overflows.
         weight = grad.new_full((1,), turn.weight, dtype=wide(grad.dtype))
         value = torch.cat([grad * weight, weight])

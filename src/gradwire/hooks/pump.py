@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from functools import partial
 from types import GeneratorType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradwire.collectives import Collective
@@ -15,21 +13,26 @@ from gradwire.errors import GroupError, HookError
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
 
+Method = Callable[[Tensor, Any, Turn], Any]
+"""A method of a hook that makes a reduction: `reduce`, `reduce_scatter` or `after_step`."""
+
 
 def pump(reduction: Reduction, on_op: Callable[[Collective], object]) -> Reduced:
     """Run a reduction to its end, with `on_op(op)` for each collective. What `on_op` raises is raised at the `yield`."""
-    try:
-        op = next(reduction)
-        while True:
-            try:
-                on_op(op)
-            except BaseException as error:
-                op = reduction.throw(error)
-            else:
-                op = next(reduction)
-    except StopIteration as stop:
-        result: Reduced = stop.value
-        return result
+    step = advance(reduction)
+    while not isinstance(step, Reduced):
+        try:
+            on_op(step)
+        except BaseException as error:
+            step = advance(reduction, error)
+        else:
+            step = advance(reduction)
+    return step
+
+
+def run_by(submit: Callable[[Collective], Any], reduction: Reduction) -> Tensor:
+    """The value of a reduction, with `submit(op).wait()` for each collective."""
+    return pump(reduction, lambda op: submit(op).wait()).value
 
 
 def relay(reduction: Reduction, on_op: Callable[[Collective], Collective]) -> Reduction:
@@ -51,56 +54,55 @@ def relay(reduction: Reduction, on_op: Callable[[Collective], Collective]) -> Re
         reduction.close()
 
 
-def advance(reduction: Reduction) -> Collective | Reduced:
-    """The next collective of a reduction, or its result: one step, for callers that advance several ranks in lockstep."""
+def advance(reduction: Reduction, error: BaseException | None = None) -> Collective | Reduced:
+    """One step: the next collective of a reduction, or its result. With an `error`, that is raised at the `yield`."""
     try:
-        return next(reduction)
+        return next(reduction) if error is None else reduction.throw(error)
     except StopIteration as stop:
         result: Reduced = stop.value
         return result
 
 
-def begin(start: partial[Any], hook: CommHook, turn: Turn, numel: int, dtype: torch.dtype | None = None) -> Reduction:
-    """The reduction of `hook` that `start()`, one of its methods, returns; everything that it yields and returns is checked.
+def begin(
+    hook: CommHook, reduce: Method, row: Tensor, state: Any, turn: Turn, *, like: Tensor | None = None
+) -> Reduction:
+    """`reduce(row, state, turn)`, a reduction by `hook`; everything that it yields and returns is checked.
 
-    The value must have `numel` elements, and `dtype` unless that is None: that of an outer step may be wider. An exception of the
-    hook's own gets a note of where it was raised.
+    The value must have the length and dtype of `like`; without it, the length of `row`. An exception of the hook's own gets a note
+    of where it was raised.
     """
-    method = f"{start.func.__name__}()"
+    method = f"{reduce.__name__}()"
+
+    def broken(what: str) -> HookError:
+        where = describe(repr(hook), turn.spec, turn.rank, turn.step)
+        return HookError(f"{where}: {method} {what}.", hook=repr(hook))
 
     def check(op: object) -> Collective:
         if not isinstance(op, Collective):
-            raise _broken(hook, turn, f"{method} yielded {type(op).__name__}, not a Collective such as all_reduce(t)")
+            raise broken(f"yielded {type(op).__name__}, not a Collective such as all_reduce(t)")
         return op
 
+    numel, dtype = (row.numel(), None) if like is None else (like.numel(), like.dtype)
     try:
-        reduction = start()
+        reduction = reduce(row, state, turn)
         if not isinstance(reduction, GeneratorType) and not isinstance(reduction, Generator):
-            raise _broken(
-                hook, turn, f"{method} is not a generator but returned {type(reduction).__name__}; it must yield"
-            )
+            raise broken(f"is not a generator but returned {type(reduction).__name__}; it must yield")
         result = yield from relay(reduction, check)
     except Exception as error:
         if not isinstance(error, (GroupError, HookError)):  # those name their origin themselves
             error.add_note(f"raised by {describe(repr(hook), turn.spec, turn.rank, turn.step)}")
         raise
     if not isinstance(result, Reduced):
-        raise _broken(hook, turn, f"{method} returned {type(result).__name__}, not Reduced(value, sent)")
+        raise broken(f"returned {type(result).__name__}, not Reduced(value, sent)")
     value: Any = result.value
     if not isinstance(value, Tensor):
-        raise _broken(hook, turn, f"{method} returned Reduced with a value of {type(value).__name__}, not a tensor")
+        raise broken(f"returned Reduced with a value of {type(value).__name__}, not a tensor")
     if value.numel() != numel or (dtype is not None and value.dtype != dtype):
         expected = f"{numel}" if dtype is None else f"{dtype} with {numel}"
-        raise _broken(
-            hook, turn, f"{method} returned {value.dtype} of {value.numel()} elements for a bucket of {expected}"
-        )
+        raise broken(f"returned {value.dtype} of {value.numel()} elements for a bucket of {expected}")
     return result
 
 
 def describe(hook: str, spec: BucketSpec, rank: int, step: int) -> str:
     """Where something has happened, for errors and notes: the hook, the bucket with its parameters, the rank and the step."""
     return f"communication hook {hook} on {spec}, rank {rank}, step {step}"
-
-
-def _broken(hook: CommHook, turn: Turn, what: str) -> HookError:
-    return HookError(f"{describe(repr(hook), turn.spec, turn.rank, turn.step)}: {what}.", hook=repr(hook))

@@ -112,10 +112,7 @@ class Iterations:
     def reject(self, error: BaseException, *, skip: bool = False) -> None:
         """All ranks drop the step alike: the group stays as it is. `skip`: nothing is raised, so it has not failed."""
         self.last_error = f"{type(error).__name__}: {error}"
-        if skip:
-            self.record(RecordKind.STEP_ENDED)
-        else:
-            self.record(RecordKind.STEP_FAILED, summary(error))
+        self.record(RecordKind.STEP_ENDED if skip else RecordKind.STEP_FAILED, "" if skip else summary(error))
         self._abandon(self.last_error)
         self.ended()
 

@@ -52,12 +52,13 @@ class Machine:
         self.names = tuple(names)
         self.story: list[str] = []
         self.static_uses: list[int] | None = None
-        self._relayout(members)
         self.state = State.RESTING
+        self.relayout(members)
         self._left: list[int] = []
-        self._ready = bytearray(len(names))
+        self.ready = bytearray(len(names))
+        """By parameter, whether its gradient has arrived in this step."""
         self._uses: list[int] = []  # of a static graph: how often each is still to come
-        self._next = 0
+        self.next_bucket = 0
         self.arrival: list[int] = []
         """The parameters whose gradients have arrived, in the order in which they were computed."""
         self.computed: set[int] = set()
@@ -65,7 +66,9 @@ class Machine:
         self.unused: list[int] = []
         """Parameters that count as ready in this step from its first gradient on."""
 
-    def _relayout(self, members: Sequence[Sequence[int]]) -> None:
+    def relayout(self, members: Sequence[Sequence[int]]) -> None:
+        if self.state is not State.RESTING:
+            raise InternalError(f"relayout while {self.state.value}", story=self.story)
         self.members = tuple(tuple(m) for m in members)
         self.bucket_of = [-1] * len(self.names)
         for bucket, indices in enumerate(self.members):
@@ -74,20 +77,15 @@ class Machine:
         if any(b < 0 for b in self.bucket_of):
             raise InternalError("a parameter is in no bucket", story=self.story)
 
-    def relayout(self, members: Sequence[Sequence[int]]) -> None:
-        if self.state is not State.RESTING:
-            raise InternalError(f"relayout while {self.state.value}", story=self.story)
-        self._relayout(members)
-
     def prepare(self, unused: Iterable[int] = ()) -> None:
         """A forward has ended whose backward is to be synchronized. `unused` parameters count as ready."""
         if self.in_backward:
             raise self.unfinished()
         self.story = ["prepared"]
         self._left = [len(m) for m in self.members]
-        self._ready = bytearray(len(self.names))
+        self.ready = bytearray(len(self.names))
         self._uses = [] if self.static_uses is None else list(self.static_uses)
-        self._next = 0
+        self.next_bucket = 0
         self.arrival = []
         self.computed.clear()
         self.state = State.ARMED
@@ -135,24 +133,24 @@ class Machine:
 
     def _mark(self, indices: Sequence[int]) -> list[Launch]:
         launches: list[Launch] = []
-        ready, left, bucket_of = self._ready, self._left, self.bucket_of
+        ready, left, bucket_of = self.ready, self._left, self.bucket_of
         for i in indices:
             if ready[i]:
                 raise self._twice(i)
             ready[i] = True
             bucket = bucket_of[i]
             left[bucket] -= 1
-            if not left[bucket] and bucket == self._next:
+            if not left[bucket] and bucket == self.next_bucket:
                 self._launch_full(i, launches)
         return launches
 
     def _launch_full(self, filler: int, launches: list[Launch]) -> None:
         left, count = self._left, len(self._left)
-        while self._next < count and left[self._next] == 0:
-            launches.append(Launch(self._next, self._next == count - 1, filler))
-            self._next += 1
-        self.story.append(f"launched to bucket {self._next - 1}")
-        if self._next == count:
+        while self.next_bucket < count and left[self.next_bucket] == 0:
+            launches.append(Launch(self.next_bucket, self.next_bucket == count - 1, filler))
+            self.next_bucket += 1
+        self.story.append(f"launched to bucket {self.next_bucket - 1}")
+        if self.next_bucket == count:
             self.state = State.LAUNCHED
 
     def finished(self) -> None:
@@ -174,15 +172,8 @@ class Machine:
         """Whether a step has begun to reduce and has not ended."""
         return self.state in (State.RUNNING, State.LAUNCHED)
 
-    @property
-    def next_bucket(self) -> int:
-        return self._next
-
-    def is_ready(self, index: int) -> bool:
-        return bool(self._ready[index])
-
     def missing(self) -> list[int]:
-        return [i for i, ready in enumerate(self._ready) if not ready]
+        return [i for i, ready in enumerate(self.ready) if not ready]
 
     def _named(self, indices: Iterable[int]) -> str:
         return ", ".join(f"{i} ({self.names[i]})" for i in indices)

@@ -45,7 +45,7 @@ class ModelEvents(EventSource):
         self, kind: RecordKind, step: int, *, label: str = "", event: Callable[[float, int], Event] | None = None
     ) -> None:
         """Something happened in a step. `event(time, rank)` makes what listeners get."""
-        self._report(kind, Place(step, -1, self.model), 0, label, event)
+        self._report(kind, self.place(step), 0, label, event)
 
     def bucket(
         self,

@@ -168,7 +168,7 @@ class Reducer:
         steps = torch.tensor([self.steps], device=self.device)
         self.group.submit(broadcast(steps, src=0, label="recovery")).wait()
         self.steps = int(steps.item())
-        self.used.reset()
+        self.used.seen.clear()
         self.order.forget()
         if self.layout is not self._first_layout:
             self._use_layout(self._first_layout)
@@ -203,7 +203,7 @@ class Reducer:
         self.reductions.unused = frozenset(unused) if self._skip_unused else ()
         self.iterations.forward_ended()
         self.reductions.step = self.iterations.number
-        self.used.uses = {}
+        self.used.uses.clear()
         # Not where an optimizer steps in backward, and not where the caller finalizes, perhaps during backward.
         may_take_early = not (self.used.learning or self.leave_gradients or self.manual)
         all_call = all_call or self.manual or self.used.learning or self.events.wants(GradientReady)
@@ -240,7 +240,7 @@ class Reducer:
         """These gradients have been accumulated, in this order, or will be (`early`)."""
         used = self.used
         if used.exchanged:
-            used.seen(indices if early else [i for i in indices if self.parameters[i].grad is not None])
+            used.seen.update(indices if early else [i for i in indices if self.parameters[i].grad is not None])
         if self.machine.state is _RESTING:
             if self.iterations.failure is not None:
                 raise self.iterations.failure
@@ -253,7 +253,7 @@ class Reducer:
         if not self.backward_runs and torch._C._current_graph_task_id() != -1:
             self.backward_begins()  # no output was found to hook
         if used.learning:
-            used.count(indices)
+            used.uses.update(indices)
         else:
             self._launch(self.intake.count, indices)
 
@@ -307,7 +307,7 @@ class Reducer:
             self.incomplete()
         machine.prepare(i for i in everything if i not in uses)
         self._launch(machine.arrived, list(uses))  # in the order in which they arrived first
-        machine.static_uses = [uses.get(i, 0) for i in everything]
+        machine.static_uses = [uses[i] for i in everything]
         machine.arrival = []  # as in torch, the order is taken from the second step of a static graph
 
     def backward_returned(self, tensors: Any) -> None:
@@ -378,7 +378,7 @@ class Reducer:
             self.iterations.drop(rejected, used=self.leave_gradients)
             return
         first_of_static = self.used.learning_unused
-        self.used.reset()
+        self.used.seen.clear()
         self.used.unused_everywhere(self.group)
         self.reductions.drop()
         if not first_of_static:
@@ -392,4 +392,4 @@ class Reducer:
         self.intake.abandon()
         self.machine.abandon(why)
         self.reductions.drop()
-        self.used.reset()
+        self.used.seen.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,24 +75,14 @@ class Reductions:
         """Launch a bucket where there is a recorder or a listener."""
         events, step, spec, bucket = self._events, self.step, full.spec, full.index()
         events.describe(self._buckets.layout)
-        numel = full.buffer().numel()
-        events.bucket(
-            RecordKind.BUCKET_FULL,
-            spec,
-            step,
-            event=lambda time, rank: BucketFull(time, rank, bucket, spec.names, numel),
-        )
+        filled = partial(BucketFull, bucket=bucket, parameters=spec.names, numel=full.buffer().numel())
+        events.bucket(RecordKind.BUCKET_FULL, spec, step, event=filled)
         if self.first_nonfinite is not None and writer.active is not None:
             self.first_nonfinite(full, self.group, step)
         with writer.within(events.place(step, bucket)):
             pending = self.runner.start(full)
-        events.bucket(
-            RecordKind.BUCKET_LAUNCHED,
-            spec,
-            step,
-            hook="" if writer.active is None else self.runner.name,
-            event=lambda time, rank: BucketLaunched(time, rank, bucket),
-        )
+        hook = "" if writer.active is None else self.runner.name
+        events.bucket(RecordKind.BUCKET_LAUNCHED, spec, step, hook=hook, event=partial(BucketLaunched, bucket=bucket))
         return pending
 
     def wait(self) -> list[tuple[int, Tensor]]:
@@ -104,12 +95,8 @@ class Reductions:
         if not leave:
             self._buckets.put_back(results, unused)
         for bucket, _ in results:
-            self._events.bucket(
-                RecordKind.BUCKET_REDUCED,
-                self._buckets.storages[bucket].spec,
-                self.step,
-                event=lambda time, rank, bucket=bucket: BucketReduced(time, rank, bucket),  # type: ignore[misc]
-            )
+            spec, reduced = self._buckets.storages[bucket].spec, partial(BucketReduced, bucket=bucket)
+            self._events.bucket(RecordKind.BUCKET_REDUCED, spec, self.step, event=reduced)
             self._buckets.release(bucket)
 
     def drop(self) -> None:

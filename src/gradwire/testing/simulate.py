@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -112,6 +111,7 @@ def simulate(
             "gradient per rank."
         )
     spec = spec or one_parameter(gradients[0])
+    hook.check(spec)
     states = [hook.init(spec) for _ in gradients] if states is None else list(states)
     weights = [1.0] * size if weights is None else weights
     turns = [
@@ -119,7 +119,7 @@ def simulate(
         for rank, weight in enumerate(weights)
     ]
     reductions = [
-        begin(partial(hook.reduce, g.clone() if donated else g, state, turn), hook, turn, g.numel(), g.dtype)
+        begin(hook, hook.reduce, g.clone() if donated else g, state, turn, like=g)
         for g, state, turn in zip(gradients, states, turns, strict=True)
     ]
     reduced, exchanges = _Lockstep(f"simulate({hook!r})", size, layout).run(reductions)
@@ -160,7 +160,7 @@ def simulate_outer(
         for state, turn in zip(states, turns, strict=True):
             hook.begin(torch.zeros_like(parameters[0]) if start is None else start.clone(), state, turn)
     each = list(zip(parameters, states, turns, strict=True))
-    outer = [begin(partial(hook.after_step, p.clone(), state, turn), hook, turn, p.numel()) for p, state, turn in each]
+    outer = [begin(hook, hook.after_step, p.clone(), state, turn) for p, state, turn in each]
     reduced, exchanges = _Lockstep(f"simulate_outer({hook!r})", size, None).run(outer)
     settled = tuple(
         hook.settle(p, result.value, state, turn).to(p.dtype, copy=True)

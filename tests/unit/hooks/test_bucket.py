@@ -84,7 +84,6 @@ def test_the_methods_of_torchs_class() -> None:
     bucket = bucket_of(a, b, is_last=True)
     assert (bucket.index(), bucket.is_last(), bucket.names()) == (0, True, ("p0", "p1"))
     assert [p is q for p, q in zip(bucket.parameters(), (a, b), strict=True)] == [True, True]
-    assert bucket.sparse_grad_indices() is None
     assert repr(bucket) == "GradBucket(index=0, parameters=['p0', 'p1'], buffer=(7,))"
 
 
@@ -128,9 +127,6 @@ def test_the_gradient_of_a_sparse_bucket_is_the_sparse_tensor() -> None:
     bucket = GradBucket(spec_of(weight, sparse=True), grad, [weight], is_last=False)
     assert bucket.buffer() is grad
     assert bucket.gradients() == [grad]
-    indices = bucket.sparse_grad_indices()
-    assert indices is not None
-    assert indices.tolist() == [[1, 3]]
     dense = torch.zeros(5, 2)
     bucket.set_buffer(grad * 2)
     assert bucket.gradients()[0].to_dense()[1].tolist() == [2.0, 2.0]

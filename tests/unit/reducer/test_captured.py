@@ -124,6 +124,7 @@ HOOKS = {
     "mixed bits": hooks.chain(_FED, hooks.quantize({"a": 1, "*.weight": 1, "*": 4})),
     "sign": hooks.chain(_FED, hooks.sign()),
     "majority": hooks.sign("majority"),
+    "reduce_scatter_mean": hooks.reduce_scatter_mean(),
     "power_sgd": hooks.chain(_FED, hooks.power_sgd(rank=2)),
     "demo": hooks.decoupled_momentum(chunk=8, k=3),
     "chunks": hooks.chain(hooks.error_feedback(decay=0.9), hooks.chunked_top_k(3, chunk=32, bits=2)),

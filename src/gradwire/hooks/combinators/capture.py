@@ -50,13 +50,14 @@ def _is_silent(hook: CommHook) -> bool:
 def capture(hook: CommHook, *, enabled: bool = True) -> CommHook:
     """Record a hook of your own as CUDA graphs, or (`enabled=False`) do not record one of gradwire's.
 
-    A captured hook takes the host one launch between two collectives. `quantize`, `sign`, `top_k`, `chunked_top_k`, `random_k`,
-    `power_sgd`, `dgc` and `decoupled_momentum` are captured, also inside `error_feedback`, `after`, `every`, `partition`, `masked`
-    and `by_size`. For a hook of your own, `capture` states that `reduce` does the same in every step: the same kernels and
-    collectives on tensors of the same sizes, with state changed in place and no tensor read on the host. A read, another size or a
-    new tensor in the state is noticed: a warning names it, and the hook runs eagerly. What `turn.step` or the host's random numbers
-    decide, or Python does besides, is not: it would be as in the first steps. Put it into the key that `CommHook.capture_key`
-    returns, which is enough without `capture`, or on the device by `turn.on_device`; `testing.check_hook` tests both.
+    A captured hook takes the host one launch between two collectives. `reduce_scatter_mean`, `quantize`, `sign`, `top_k`,
+    `chunked_top_k`, `random_k`, `power_sgd`, `dgc` and `decoupled_momentum` are captured, also inside `error_feedback`,
+    `after`, `every`, `partition`, `masked` and `by_size`. For a hook of your own, `capture` states that `reduce` does the same
+    in every step: the same kernels and collectives on tensors of the same sizes, with state changed in place and no tensor read
+    on the host. A read, another size or a new tensor in the state is noticed: a warning names it, and the hook runs eagerly.
+    What `turn.step` or the host's random numbers decide, or Python does besides, is not: it would be as in the first steps. Put
+    it into the key that `CommHook.capture_key` returns, which is enough without `capture`, or on the device by
+    `turn.on_device`; `testing.check_hook` tests both.
 
     Meanwhile, in one of the first steps, torch refuses other threads random numbers from the device's default generator: give them
     a `torch.Generator` of their own, or set GRADWIRE_CAPTURE=0 before gradwire is imported, which turns capturing off.

@@ -17,7 +17,7 @@ from gradwire.errors import UsageTypeError
 from gradwire.hooks.arguments import NamedStage, checks_arguments, refuse_traits
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
 from gradwire.hooks.composite import Composite, Reduce, Wrapped
-from gradwire.hooks.numerics.elementwise import drop_nonfinite_
+from gradwire.hooks.numerics.elementwise import GPU_KERNELS, drop_nonfinite_
 from gradwire.runtime.jit import kernels, loop
 
 _REFUSED = {
@@ -38,41 +38,30 @@ class ErrorFeedback(Composite, Wrapped):
 
     made_by = "error_feedback"
     dense_only = True
+    adds = Trait.REMEMBERS
+    traits = Wrapped.traits
     tensors = owes = ("residual",)
 
     @property
     def parts(self) -> Mapping[str, CommHook]:
         return {"inner": self.inner}
 
-    @property
-    def traits(self) -> Trait:
-        return self.inner.traits | Trait.REMEMBERS
-
     def __post_init__(self) -> None:
         refuse_traits(f"error_feedback() around {self.inner!r}", self.inner, _REFUSED)
 
-    def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
-        self.refuse_sparse(grad, turn.spec)
-        fused = None
-        if self.decay == 1:
-            fused = self.inner.reduce_with_residual(grad, state["residual"], state["inner"], turn)
-        return self.around(self.inner.reduce, grad, state, turn) if fused is None else fused
-
-    def reduce_scatter(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction | None:
-        fused = None
-        if self.decay == 1:
-            fused = self.inner.scatter_with_residual(grad, state["residual"], state["inner"], turn)
-        return Wrapped.reduce_scatter(self, grad, state, turn) if fused is None else fused
-
     def around(self, reduce: Reduce, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
         """Reduce the gradient plus the residual; the new residual is what was not sent of it."""
+        residual, inner = state["residual"], state["inner"]
+        if self.decay != 1:
+            residual.mul_(self.decay)
+        if self.inner.adds_residual(grad, residual, inner, turn):
+            return (yield from reduce(grad, inner, replace(turn, residual=residual)))
         # In place: the sum replaces the residual, and the new residual the sum, so that no memory is allocated.
-        residual = state["residual"] if self.decay == 1 else state["residual"].mul_(self.decay)
         wanted = residual.add_(grad)
         # The rounding of 16-bit gradients is part of the residual, which is float32; otherwise `rounded` is `wanted` itself.
         rounded = wanted.to(grad.dtype)
         room = grad if turn.donated and self.inner.uses_room else None
-        value, sent = yield from reduce(rounded, state["inner"], replace(turn, donated=False, room=room))
+        value, sent = yield from reduce(rounded, inner, replace(turn, donated=False, room=room))
         value, sent = (t.clone() if _shares(t, wanted) else t for t in (value, sent))
         _keep_unsent(wanted, sent)
         return Reduced(value, sent)
@@ -90,11 +79,10 @@ def _call(decay: float) -> str:
 
 def _keep_unsent(wanted: Tensor, sent: Tensor) -> None:
     """`wanted -= sent`, then `drop_nonfinite_`; in one pass if numba, or on CUDA Triton, is available."""
-    if wanted.is_cuda and wanted.dtype == torch.float32 and sent.is_contiguous():
-        triton = kernels(_KERNELS)
-        if triton is not None:
-            triton.keep_unsent(wanted, sent)
-            return
+    whole = wanted.is_cuda and wanted.dtype == torch.float32 and sent.is_contiguous()
+    if whole and (triton := kernels(GPU_KERNELS)) is not None:
+        triton.keep_unsent(wanted, sent)
+        return
     fits = wanted.is_cpu and wanted.dtype in _COMPILED and sent.dtype == wanted.dtype and sent.is_contiguous()
     fast = _subtract.compiled() if fits else None
     if fast is None:
@@ -103,7 +91,6 @@ def _keep_unsent(wanted: Tensor, sent: Tensor) -> None:
         fast(wanted.numpy(), sent.view(-1).numpy())
 
 
-_KERNELS = "gradwire.hooks.numerics.elementwise_kernels"
 _COMPILED = (torch.float32, torch.float64)
 
 

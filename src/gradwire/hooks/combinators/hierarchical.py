@@ -114,7 +114,6 @@ class Hierarchical(Composite):
 
     def reduce(self, grad: Tensor, state: _Levels, turn: Turn) -> Reduction:
         """See Note [Two levels of a reduction]."""
-        self.refuse_sparse(grad, turn.spec)
         layout = turn.hosts if turn.hosts is not None and len(turn.hosts.hosts) > 1 else None
         host, index = (0, 0) if layout is None else layout.place(turn.rank)
         self._assign_slice(state, turn, layout, index)
@@ -140,8 +139,8 @@ class Hierarchical(Composite):
         yield from self._share(row, out, state, ranks, f"bucket {turn.spec.index}")
         if turn.donated or state.mine is None:
             return Reduced(out, sent)
-        sent = sent.clone()
-        state.mine.rows.add(sent, lost * (turn.counted / hosts))
+        sent, rows = sent.clone(), state.mine.rows
+        rows.put(sent, rows.take(sent) + lost * (turn.counted / hosts))
         return Reduced(out, sent)
 
     def _assign_slice(self, state: _Levels, turn: Turn, layout: Layout | None, index: int) -> None:

@@ -132,7 +132,6 @@ class Every(Composite):
         return Trait.of(self.hook) | Trait.REMEMBERS
 
     def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
-        self.refuse_sparse(grad, turn.spec)
         # More ranks may have run out of inputs by a later step, so each step's gradient is scaled for its own mean.
         share, kept = turn.share, state["kept"]
         if (turn.step + 1) % self.n:

@@ -20,7 +20,7 @@ from gradwire.collectives import all_gather_into_tensor
 from gradwire.collectives.lower import as_bytes
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import checks_arguments
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn, always_alike
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.sparse import Pairs, SendsPairs
 from gradwire.hooks.numerics.elementwise import as_dtype, count, number_dtype, padded, real
@@ -59,11 +59,11 @@ class ChunkedTopK(CommHook):
 
     made_by = "chunked_top_k"
     collectives = 1
+    capture_key = always_alike
     dense_only = True
     alone = SendsPairs.alone
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        self.refuse_sparse(grad, turn.spec)
         chunks, dtype = self._chunks(turn.spec), turn.spec.dtype
         rows = padded(real(grad).to(number_dtype(dtype)), chunks * self.chunk).view(chunks, self.chunk)
         indices = torch.topk(rows.abs(), self.k, sorted=False).indices
@@ -109,9 +109,6 @@ class ChunkedTopK(CommHook):
             return Pairs(unpack(packed, self._index_bits, self.k), numbers.view(len(message), self.k))
         codes = unpack(packed, self._index_bits + 2, self.k)
         return Pairs(codes >> 2, numbers.view(len(message), 2).gather(1, codes & 1) * (1 - (codes & 2)))
-
-    def capture_key(self, turn: Turn) -> int:
-        return 0
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         packed = -(-self.k * (self._index_bits + (self.bits or 0)) // 8)

@@ -19,7 +19,7 @@ from torch.nn.functional import linear, pad
 
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import checks_arguments
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn, always_alike
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.compressors.sparse import VALUES, Format, Pairs, SendsPairs, gather
 from gradwire.hooks.numerics.elementwise import drop_nonfinite_, wide
@@ -104,23 +104,15 @@ class DecoupledMomentum(SendsPairs):
 
     made_by = "decoupled_momentum"
     collectives = 1
+    capture_key = always_alike
     traits = Trait.REMEMBERS | Trait.MOMENTUM
-
-    def check(self, spec: BucketSpec) -> None:
-        CommHook.check(self, spec)
-        if spec.dtype.is_complex:
-            raise UsageError(
-                f"{self!r} on {spec}: its gradients are complex, and the sign of their momentum, which the optimizer uses, is not "
-                'defined. Give such parameters mean(), by partition({"name.*": mean(), "*": ...}).'
-            )
+    real_only = "the sign of their momentum, which the optimizer uses, is not defined"
 
     def init(self, spec: BucketSpec) -> Tensor:
         return self.load({}, spec)
 
     def reduce(self, grad: Tensor, state: Tensor, turn: Turn) -> Reduction:
         """Accumulate, extract the fast frequencies, gather them, transform their mean back."""
-        self.check(turn.spec)
-        self.refuse_sparse(grad, turn.spec)
         tilings, form = self._tilings(turn.spec), self.form(turn.spec)
         momentum = state.mul_(self.decay).add_(grad)
         views = zip(turn.spec.views(momentum), tilings, strict=True)
@@ -130,9 +122,6 @@ class DecoupledMomentum(SendsPairs):
         lists = yield from gather(chosen, form, turn)
         value = _averaged(lists, momentum, turn.spec, tilings, turn.counted)
         return Reduced(value.to(grad.dtype), own.to(grad.dtype))
-
-    def capture_key(self, turn: Turn) -> int:
-        return 0
 
     def _tilings(self, spec: BucketSpec) -> list[Tiling]:
         return [Tiling.of(shape, self.chunk, self.k) for shape in spec.shapes]

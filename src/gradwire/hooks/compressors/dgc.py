@@ -45,7 +45,6 @@ class DGC(SendsPairs, Composite):
 
     def reduce(self, grad: Tensor, state: dict[str, Any], turn: Turn) -> Reduction:
         """Accumulate, select, clear what was selected, gather, add."""
-        self.refuse_sparse(grad, turn.spec)
         u, v = real(state["velocity"]), real(state["unsent"])
         g = real(grad).to(u.dtype)
         if self.clip is not None:

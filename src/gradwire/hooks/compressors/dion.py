@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_reduce
-from gradwire.errors import UsageError
 from gradwire.hooks.arguments import checks_arguments
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec, Slices
@@ -51,14 +50,7 @@ class LowRankMomentum(CommHook):
     made_by = "dion"
     dense_only = True
     traits = Trait.REMEMBERS | Trait.CONTINUES | Trait.MOMENTUM | Trait.MATRICES
-
-    def check(self, spec: BucketSpec) -> None:
-        CommHook.check(self, spec)
-        if spec.dtype.is_complex:
-            raise UsageError(
-                f"{self!r} on {spec}: its gradients are complex, and the optimizer Dion is for real ones. Give such parameters "
-                'mean(), by partition({"name.*": mean(), "*": ...}), and another optimizer.'
-            )
+    real_only = "the optimizer Dion is for real ones"
 
     def init(self, spec: BucketSpec) -> list[_Matrix]:
         return self.load({}, spec)
@@ -79,7 +71,6 @@ class LowRankMomentum(CommHook):
         return Slices.of([one for place, one in enumerate(ranges) if place not in matrices])
 
     def reduce(self, grad: Tensor, state: list[_Matrix], turn: Turn) -> Reduction:
-        self.refuse_sparse(grad, turn.spec)
         if not state:
             return (yield from MEAN.reduce(grad, None, turn))
         Dion.hook_ran = True

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from gradwire.collectives import ReduceOp, all_reduce
 from gradwire.hooks.arguments import checks_arguments
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn, always_alike
 from gradwire.hooks.bucket import BucketSpec, Slices, is_dense
 from gradwire.hooks.dense import MEAN
-from gradwire.hooks.numerics.elementwise import as_dtype, count, number_dtype, padded, real
-from gradwire.hooks.numerics.orthogonal import FACTOR_KERNELS, keep_directions, multiply, orthonormal
+from gradwire.hooks.numerics.elementwise import GPU_KERNELS, as_dtype, count, number_dtype, padded, real
+from gradwire.hooks.numerics.orthogonal import keep_directions, multiply, orthonormal
 from gradwire.hooks.numerics.rng import device_key, named_generator, noise
 from gradwire.runtime.jit import kernels
 
@@ -138,6 +138,7 @@ class PowerSGD(CommHook):
     seed: int
 
     made_by = "power_sgd"
+    capture_key = always_alike
     dense_only = uses_room = True
 
     @property
@@ -160,7 +161,6 @@ class PowerSGD(CommHook):
 
     def reduce(self, grad: Tensor, state: _Factors, turn: Turn) -> Reduction:
         """See Note [One step of power iteration]."""
-        self.refuse_sparse(grad, turn.spec)
         plan = state.plan
         if not plan.by_rows:
             return (yield from MEAN.reduce(grad, None, turn))
@@ -205,9 +205,6 @@ class PowerSGD(CommHook):
         plan.rest.put(sent, plan.rest.take(own).to(sent.dtype))
         return Reduced(*(as_dtype(row[: own.numel()], grad.dtype) for row in (value, sent)))
 
-    def capture_key(self, turn: Turn) -> int:
-        return 0
-
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         if spec.sparse:
             return None
@@ -245,7 +242,7 @@ class PowerSGD(CommHook):
 
 
 def _warm_start(state: _Factors) -> None:
-    fast = kernels(FACTOR_KERNELS) if state.begins is not None else None
+    fast = kernels(GPU_KERNELS) if state.begins is not None else None
     if fast is not None:
         fast.keep_directions(state.new.flat, state.q.flat, state.begins)
     else:

@@ -21,7 +21,7 @@ from gradwire.hooks.arguments import NamedStage
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Wrapped
-from gradwire.hooks.dense import Mean, ReduceScatterMean
+from gradwire.hooks.dense import Mean
 from gradwire.hooks.numerics.elementwise import as_dtype, count, float32_error, number_dtype, padded, real
 
 EXPONENTS = {torch.float16: 15, torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
@@ -60,7 +60,7 @@ class ScaledCast(Wrapped):
     dense_only = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, (Mean, ReduceScatterMean)):
+        if not isinstance(self.inner, Mean):
             raise UsageError(
                 f"scaled_cast({self.dtype}) around {self.inner!r}: the scale is chosen for a plain sum over all ranks, and may "
                 "overflow otherwise. Put mean() or reduce_scatter_mean() inside."
@@ -77,7 +77,6 @@ class ScaledCast(Wrapped):
         return replace(spec, dtype=self.dtype, names=("parts",), shapes=(row,), strides=((1,),))
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        self.refuse_sparse(grad, turn.spec)
         flat = real(grad).to(number_dtype(turn.spec.dtype))
         magnitude = largest_magnitude(flat.view(1, -1))
         yield all_reduce(magnitude, op=ReduceOp.MAX, label=f"bucket {turn.spec.index}, scale")
@@ -110,7 +109,6 @@ class Float8Mean(CommHook):
         def row(slices: Tensor) -> Tensor:
             return as_dtype(slices.reshape(-1)[: count(turn.spec)], turn.spec.dtype)
 
-        self.refuse_sparse(grad, turn.spec)
         label, size = f"bucket {turn.spec.index}", turn.world_size
         slices = padded(real(grad).float(), -(-count(turn.spec) // size) * size).view(size, -1)
         outgoing = self._encode(slices)

@@ -20,7 +20,7 @@ from gradwire.collectives import all_gather, all_gather_into_tensor, all_to_all_
 from gradwire.collectives.lower import as_bytes
 from gradwire.errors import UsageError
 from gradwire.hooks.arguments import NamedStage, checks_arguments
-from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn
+from gradwire.hooks.base import CommHook, Reduced, Reduction, Stage, Trait, Turn, always_alike
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.clip_noise import Clip
 from gradwire.hooks.composite import Wrapped
@@ -125,6 +125,13 @@ def _spread(chosen: Pairs, like: Tensor) -> Tensor:
     return torch.zeros_like(like).index_copy_(0, chosen.indices.long(), chosen.values.to(like.dtype))
 
 
+def _subtract(residual: Tensor, sent: list[Pairs]) -> None:
+    """Subtract what was sent of each of several rows."""
+    for row, (indices, values) in zip(residual.tensor_split(len(sent)), sent, strict=True):
+        row.index_add_(0, indices, values.to(row.dtype), alpha=-1)
+    drop_nonfinite_(residual)
+
+
 class _Selecting(SendsPairs):
     """A hook that sends the elements that this rank chooses, without a state."""
 
@@ -133,7 +140,6 @@ class _Selecting(SendsPairs):
         """The indices of the elements to send."""
 
     def chosen(self, grad: Tensor, turn: Turn) -> tuple[Pairs, Format]:
-        self.refuse_sparse(grad, turn.spec)
         flat, form = real(grad), self.form(turn.spec)
         indices = self.choose(flat)
         return Pairs(indices.to(form.indices), flat[indices].to(form.values)), form
@@ -149,29 +155,28 @@ class TopK(_Selecting):
 
     made_by = "top_k"
     collectives = 1
+    capture_key = always_alike
 
     def choose(self, flat: Tensor) -> Tensor:
         return largest(flat, share_of(flat.numel(), ratio=self.ratio, k=self.k))
 
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        return (yield from exchange(*self.chosen(grad, turn), turn))
-
-    def reduce_with_residual(self, grad: Tensor, residual: Tensor, state: Any, turn: Turn) -> Reduction | None:
+    def adds_residual(self, grad: Tensor, residual: Tensor, state: Any, turn: Turn) -> bool:
         """What was sent is subtracted element by element, not as a bucket of zeros and a few others."""
-        fits = turn.donated and not grad.is_complex() and not grad.is_sparse
-        return self._reduce_with_residual(grad, residual, turn) if fits else None
+        return turn.donated and not grad.is_complex()
 
-    def _reduce_with_residual(self, grad: Tensor, residual: Tensor, turn: Turn) -> Reduction:
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        residual = turn.residual
+        if residual is None:
+            return (yield from exchange(*self.chosen(grad, turn), turn))
         chosen, form = self.chosen(residual.add_(grad).to(grad.dtype), turn)
         reduced = yield from exchange(chosen, form, replace(turn, room=grad))
-        residual.index_add_(0, chosen.indices, chosen.values.to(residual.dtype), alpha=-1)
-        drop_nonfinite_(residual)
+        _subtract(residual, [chosen])
         return reduced
 
     def reduce_scatter(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Send each rank as many of the elements in its row: an equal share of the k of `reduce`, rounded up."""
-        self.refuse_sparse(grad, turn.spec)
-        flat, form, size = real(grad), self.form(turn.spec), turn.world_size
+        wanted = grad if turn.residual is None else turn.residual.add_(grad).to(grad.dtype)
+        flat, form, size = real(wanted), self.form(turn.spec), turn.world_size
         rows, k = flat.tensor_split(size), self._per_row(flat.numel(), size)
         chosen = [Pairs(indices, row[indices].to(form.values)) for row in rows for indices in (largest(row, k),)]
         message = torch.stack([form.pack(Pairs(indices.to(form.indices), values)) for indices, values in chosen])
@@ -179,16 +184,13 @@ class TopK(_Selecting):
         yield all_to_all_single(received, message, label=f"bucket {turn.spec.index}")
         value = torch.zeros(rows[0].numel(), dtype=number_dtype(grad.dtype), device=grad.device)
         _add_up([form.unpack(packed) for packed in received], value, turn)
-        sent = value
-        if not turn.donated:
-            sent = torch.cat([_spread(pairs, value) for pairs in chosen])
+        if turn.residual is not None:
+            _subtract(turn.residual, chosen)
+        sent = value if turn.donated else torch.cat([_spread(pairs, value) for pairs in chosen])
         return Reduced(as_dtype(value, grad.dtype), as_dtype(sent, grad.dtype))
 
     def _per_row(self, numel: int, rows: int) -> int:
         return min(numel // rows, -(-share_of(numel, ratio=self.ratio, k=self.k) // rows))
-
-    def capture_key(self, turn: Turn) -> int:
-        return 0
 
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         return (world_size - 1) * share_of(count(spec), ratio=self.ratio, k=self.k) * self.form(spec).nbytes
@@ -303,7 +305,6 @@ class RandomK(Wrapped):
         return replace(spec, names=("random_k",), shapes=((k,),), strides=((1,),))
 
     def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        self.refuse_sparse(grad, turn.spec)
         indices = self._indices(turn)
         # The inner bucket has no parameter names to tell it apart by.
         inside = replace(turn, spec=self.inside(turn.spec), path="/".join([turn.path, *turn.spec.names[:1]]))

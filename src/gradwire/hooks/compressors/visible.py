@@ -24,14 +24,10 @@ class Visible(Wrapped):
 
     made_by = "visible"
     dense_only = True
-
-    @property
-    def traits(self) -> Trait:
-        return self.inner.traits | Trait.ANCHORED
+    adds = Trait.ANCHORED
 
     def around(self, reduce: Reduce, grad: Tensor, state: Any, turn: Turn) -> Reduction:
         """Reduce the elements of the progress that change the anchor's value in `dtype`, and zeros for the others."""
-        self.refuse_sparse(grad, turn.spec)
         anchor = turn.anchor
         if anchor is None or anchor.numel() != grad.numel():
             raise UsageError(

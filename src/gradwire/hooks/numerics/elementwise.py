@@ -8,6 +8,8 @@ from torch import Tensor
 
 from gradwire.hooks.bucket import BucketSpec
 
+GPU_KERNELS = "gradwire.hooks.numerics.gpu_kernels"
+"""For `runtime.jit.kernels`."""
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradwire.hooks.numerics.elementwise import GPU_KERNELS
 from gradwire.runtime.jit import kernels
 
-FACTOR_KERNELS = "gradwire.hooks.numerics.factor_kernels"
 _MANY = 8
 """From this number of products of one shape on, operands are stacked for one batched product."""
 
@@ -51,7 +51,7 @@ def inverse_factors(gram: Tensor) -> Tensor:
 
     Rounding must not make a matrix indefinite, and a matrix of zeros must give zeros in the end.
     """
-    fast = kernels(FACTOR_KERNELS) if gram.is_cuda else None
+    fast = kernels(GPU_KERNELS) if gram.is_cuda else None
     if fast is not None:
         made: Tensor = fast.inverse_factors(gram)
         return made

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,8 +76,7 @@ class DiLoCo(OuterHook):
     def after_step(self, parameters: Tensor, state: _Anchored, turn: Turn) -> Reduction:
         delta = state.anchor - parameters
         inside = replace(turn, spec=_inside(turn.spec), donated=True, anchor=state.anchor)
-        start = partial(self.hook.reduce, delta, state.inner, inside)
-        return (yield from begin(start, self.hook, inside, delta.numel(), delta.dtype))
+        return (yield from begin(self.hook, self.hook.reduce, delta, state.inner, inside, like=delta))
 
     def settle(self, parameters: Tensor, value: Tensor, state: _Anchored, turn: Turn) -> Tensor:
         """Move the anchor by a step of SGD with momentum along that mean; return it, mixed with `alpha` of the parameters."""

@@ -96,7 +96,7 @@ class BucketBuffers:
 
     def put_back(self, results: Iterable[tuple[int, Tensor]], unused: Collection[int] = ()) -> None:
         """Make the averages of buckets the parameters' gradients. Those of `unused` parameters stay. See Note [One copy]."""
-        copies: dict[tuple[torch.device, torch.dtype], _Copies] = {}
+        copies: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
         for bucket, result in results:
             storage, indices = self.storages[bucket], self.layout.members[bucket]
             parameters, views = self.parameters[bucket], storage.views
@@ -113,56 +113,35 @@ class BucketBuffers:
                     if parameter.grad is not view:
                         parameter.grad = view
             else:
-                key = storage.spec.device, storage.spec.dtype
-                if key not in copies:
-                    copies[key] = _Copies()
-                copies[key].add(parameters, views)
-        for of_one_kind in copies.values():
-            of_one_kind.run()
+                alike = copies.setdefault((storage.spec.device, storage.spec.dtype), ([], []))
+                alike[0].extend(parameters)
+                alike[1].extend(views)
+        for parameters, values in copies.values():
+            _copy_out(parameters, values)
 
     def release(self, bucket: int) -> None:
         if self.lazy:
             self.storages[bucket].release()
 
 
-class _Copies:
-    """Averages that are copied into gradients, all of one device and type."""
-
-    def __init__(self) -> None:
-        self._parameters: list[Tensor] = []
-        self._places: list[Tensor] = []
-        self._values: list[Tensor] = []
-
-    def add(self, parameters: Sequence[Tensor], views: Sequence[Tensor]) -> None:
-        """Copy `views` into the gradients; one that is absent becomes a tensor of its own."""
-        gradients = [p.grad for p in parameters]
-        if not all_there(gradients):
-            there = [k for k, grad in enumerate(gradients) if grad is not None]
-            for k in set(range(len(gradients))).difference(there):
-                parameters[k].grad = views[k].clone()
-            parameters, views = [parameters[k] for k in there], [views[k] for k in there]
-            gradients = [gradients[k] for k in there]
-        self._parameters += parameters
-        self._places += gradients  # type: ignore[arg-type]
-        self._values += views
-
-    def run(self) -> None:
-        """Copy."""
-        if not self._places:
-            return
-        with below_autograd():
-            try:
-                torch._foreach_copy_(self._places, self._values)
-            except RuntimeError:
-                # Some are sparse or lazily conjugate: to look for them first would cost as much as to copy small ones.
-                self._run_one_by_one()
-
-    def _run_one_by_one(self) -> None:
-        for parameter, place, value in zip(self._parameters, self._places, self._values, strict=True):
-            if place.is_sparse:
-                parameter.grad = value.clone()
-            else:
-                place.copy_(value)
+def _copy_out(parameters: list[Tensor], values: list[Tensor]) -> None:
+    """Copy averages, all of one device and type, into the gradients; one that is absent becomes a tensor of its own."""
+    gradients: list[Any] = [p.grad for p in parameters]
+    if not all_there(gradients):
+        for k in [k for k, grad in enumerate(gradients) if grad is None]:
+            parameters[k].grad = gradients[k] = torch.empty_like(values[k])
+    if not gradients:
+        return
+    with below_autograd():
+        try:
+            torch._foreach_copy_(gradients, values)
+        except RuntimeError:
+            # Some are sparse or lazily conjugate: to look for them first would cost as much as to copy small ones.
+            for parameter, grad, value in zip(parameters, gradients, values, strict=True):
+                if grad.is_sparse:
+                    parameter.grad = value.clone()
+                else:
+                    grad.copy_(value)
 
 
 def _sparse(grad: Tensor | None, parameter: Tensor) -> Tensor:

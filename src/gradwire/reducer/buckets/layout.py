@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -67,15 +68,8 @@ class BucketLayout:
 
     def _bucket(self, index: int, members: Sequence[int]) -> BucketSpec:
         specs = [self.parameters[i] for i in members]
-        return BucketSpec(
-            index=index,
-            names=tuple(s.name for s in specs),
-            shapes=tuple(s.shape for s in specs),
-            strides=tuple(s.stride for s in specs),
-            dtype=specs[0].dtype,
-            device=specs[0].device,
-            sparse=specs[0].sparse,
-        )
+        names, shapes, strides = zip(*((one.name, one.shape, one.stride) for one in specs), strict=True)
+        return BucketSpec(index, names, shapes, strides, specs[0].dtype, specs[0].device, specs[0].sparse)
 
 
 def by_size(
@@ -94,21 +88,20 @@ def by_size(
     if not limits or any(limit <= 0 for limit in limits):
         raise UsageError(f"bucket limits {list(limits)}: every bucket must be allowed more than 0 bytes.")
     done: list[list[int]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    bytes_in: dict[tuple[torch.dtype, torch.device], int] = {}
-    at: dict[tuple[torch.dtype, torch.device], int] = {}
+    filling: defaultdict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+    nbytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    filled: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for i in range(len(parameters)) if order is None else order:
         spec = parameters[i]
         if spec.sparse:
             done.append([i])
             continue
         key = (spec.dtype, spec.device)
-        filling.setdefault(key, []).append(i)
-        bytes_in[key] = bytes_in.get(key, 0) + spec.nbytes
-        limit_index = at.setdefault(key, 0)
-        if bytes_in[key] >= limits[limit_index]:
+        filling[key].append(i)
+        nbytes[key] += spec.nbytes
+        if nbytes[key] >= limits[min(filled[key], len(limits) - 1)]:
             done.append(filling.pop(key))
-            bytes_in[key] = 0
-            at[key] = min(limit_index + 1, len(limits) - 1)
+            nbytes[key] = 0
+            filled[key] += 1
     done += list(filling.values())
     return done if order is not None else sorted(done, key=min)

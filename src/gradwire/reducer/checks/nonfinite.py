@@ -156,25 +156,17 @@ class NonFiniteChecked:
             )
         if not bad:
             return None
-        gradients = check.gradients(kept=True)
-        return self._report(gradients, averages, step=step, hook=self.name, trusted=self._trusted)
+        return self._report((check.gradients(kept=True), averages), step=step, hook=self.name, trusted=self._trusted)
 
     def _handle(self, late: LateCheck, *, later: bool = True) -> nonfinite_report.StepRejected | None:
-        return self._report(*late.check.released(), step=late.step, hook=late.hook, later=later)
+        return self._report(late.check.released(), step=late.step, hook=late.hook, later=later)
 
     def _report(
-        self,
-        gradients: list[Found],
-        averages: list[Found],
-        *,
-        step: int,
-        hook: str,
-        trusted: bool = True,
-        later: bool = False,
+        self, found: tuple[list[Found], list[Found]], *, step: int, hook: str, trusted: bool = True, later: bool = False
     ) -> nonfinite_report.StepRejected | None:
         group = self._inner.group
         report = nonfinite_report.NonFiniteReport(
-            nonfinite_report.exchange(group, gradients, averages, device=self._device),
+            nonfinite_report.exchange(group, *found, device=self._device),
             [spec.name for spec in self._specs],
             [spec.shape for spec in self._specs],
             hook,

@@ -37,7 +37,7 @@ from gradwire.collectives import Collective
 from gradwire.collectives.aliasing import is_plain
 from gradwire.hooks.base import CommHook, Reduced, Reduction, Turn
 from gradwire.hooks.bucket import BucketSpec
-from gradwire.hooks.pump import advance, pump
+from gradwire.hooks.pump import advance, run_by
 from gradwire.hooks.state import held
 
 LARGEST_BUCKET = 64 * 2**20
@@ -105,7 +105,7 @@ class CapturedReductions:
             if bucket.changed_state is not False:
                 return self._first_run(bucket, start, hook, turn, submit)
             if bucket.wasted >= 3 or torch.cuda.get_allocator_backend() != "native":  # others have no pools for graphs
-                return _eager(start, turn, submit)
+                return run_by(submit, start(turn))
             try:
                 if self._first is None:
                     self._first = _empty_graph()
@@ -113,7 +113,7 @@ class CapturedReductions:
                 bucket.segments = _capture(start(replace(turn, varying=varying)), grad, self._first.pool())
             except Exception as error:
                 self._refuse(hook, turn, str(error).partition("\n")[0])
-                return _eager(start, turn, submit)
+                return run_by(submit, start(turn))
         bucket.replays += 1
         for place, number in bucket.numbers:
             place.fill_(number(turn))
@@ -149,7 +149,7 @@ class CapturedReductions:
     def _run_eagerly(self, start: Start, state: Any, turn: Turn, submit: Submit) -> tuple[Tensor, bool]:
         """Also whether it changed what the state holds on the host: then graphs for other keys, which contain it, are forgotten."""
         before = _on_host(state) if self._buckets else None
-        value = _eager(start, turn, submit)
+        value = run_by(submit, start(turn))
         changed = before is not None and _on_host(state) != before
         for name, bucket in self._buckets.items():
             if changed and bucket.segments and name[0] == turn.spec.index:
@@ -171,10 +171,6 @@ class CapturedReductions:
             "place. Change it, or use capture(hook, enabled=False).",
             stacklevel=2,
         )
-
-
-def _eager(start: Start, turn: Turn, submit: Submit) -> Tensor:
-    return pump(start(turn), lambda op: submit(op).wait()).value
 
 
 def _capture(reduction: Reduction, grad: Tensor, pool: Any) -> list[tuple[torch.cuda.CUDAGraph, Collective | None]]:

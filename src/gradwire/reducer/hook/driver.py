@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -39,8 +39,7 @@ from gradwire.groups.ledger import Ledger
 from gradwire.groups.work import Work
 from gradwire.hooks.base import CommHook, Reduction, Turn
 from gradwire.hooks.dense import Mean
-from gradwire.hooks.periodic.base import OuterHook
-from gradwire.hooks.pump import begin, pump
+from gradwire.hooks.pump import begin, run_by
 from gradwire.recorder import writer
 from gradwire.reducer.hook.cuda_graphs import CapturedReductions
 from gradwire.runtime.threads import Worker
@@ -81,39 +80,8 @@ def _on(group: Group, submit: Callable[[Collective], Work]) -> Callable[[Collect
     return submit_in_scope
 
 
-def gradient_reduction(group: Group, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-    """The reduction of a gradient by `hook`, checked; the hook sees the group's hosts."""
-    turn = _with_hosts(turn, group)
-    return begin(partial(hook.reduce, grad, state, turn), hook, turn, grad.numel(), grad.dtype)
-
-
-def scattering_reduction(group: Group, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-    """As `gradient_reduction`, by the hook's `reduce_scatter`: the value is this rank's row."""
-    turn = _with_hosts(turn, group)
-    return begin(partial(hook.reduce_scatter, grad, state, turn), hook, turn, grad.numel() // group.size, grad.dtype)
-
-
-def outer_reduction(group: Group, hook: OuterHook, parameters: Tensor, state: Any, turn: Turn) -> Reduction:
-    """The first half of an outer step by `hook`, checked; the hook sees the group's hosts."""
-    turn = _with_hosts(turn, group)
-    return begin(partial(hook.after_step, parameters, state, turn), hook, turn, parameters.numel())
-
-
-def _with_hosts(turn: Turn, group: Group) -> Turn:
-    return turn if group.layout is None else replace(turn, hosts=group.layout)
-
-
 def run(reduction: Reduction, group: Group) -> Tensor:
-    return _run(reduction, _on(group, group.submit))
-
-
-def start_single(reduction: Reduction, group: Group, hook: CommHook) -> Pending:
-    """Start a reduction of one collective: submitted now in the caller's thread, and finished by the thread that waits."""
-    return _Single(reduction, group, hook)
-
-
-def _run(reduction: Reduction, submit: Callable[[Collective], Any]) -> Tensor:
-    return pump(reduction, lambda op: submit(op).wait()).value
+    return run_by(_on(group, group.submit), reduction)
 
 
 def _refuse(hook: CommHook, declared: str) -> Callable[[Collective], NoReturn]:
@@ -157,18 +125,18 @@ class Driver:
         """Start reducing `grad`; never waits for another rank, except on groups that block in `submit`."""
         if type(hook) is not Mean and grad.device.type == "cuda" and self.group.orders_streams(grad.device):
             return self._launch_on_stream(hook, grad, state, turn)
-        reduction = gradient_reduction(self.group, hook, grad, state, turn)
+        reduction = begin(hook, hook.reduce, grad, state, turn, like=grad)
         if hook.collectives == 1 and not self._lane.unfinished and self._lane.failed is None:
-            return start_single(reduction, self.group, hook)
+            return SingleCollective(reduction, self.group, hook)
         if hook.collectives == 0:
-            return Finished(_run(reduction, _refuse(hook, "0 but yielded")))
+            return Finished(run_by(_refuse(hook, "0 but yielded"), reduction))
         ordered = _Ordered(grad, self.side_stream(grad.device)) if grad.is_cuda else None
         return _OnLane(reduction, self.group, self._lane, turn, ordered)
 
     def _launch_on_stream(self, hook: CommHook, grad: Tensor, state: Any, turn: Turn) -> Pending:
         ordered = _Ordered(grad, self.side_stream(grad.device))
         with ordered.here():
-            start = partial(gradient_reduction, self.group, hook, grad, state)
+            start = partial(begin, hook, hook.reduce, grad, state, like=grad)
             ordered.value = self.captured.run(start, hook, grad, state, turn, _on(self.group, self.group.submit))
         return ordered
 
@@ -199,8 +167,8 @@ class Driver:
         self.captured.drop()
 
 
-class _Single:
-    """One collective, submitted at once; what follows it runs in the waiter's thread."""
+class SingleCollective:
+    """A reduction of one collective, submitted at once; what follows it runs in the waiter's thread."""
 
     def __init__(self, reduction: Reduction, group: Group, hook: CommHook) -> None:
         self._reduction = reduction
@@ -212,7 +180,7 @@ class _Single:
 
     def wait(self) -> Tensor:
         self._work.wait()
-        return _run(self._reduction, _refuse(self._hook, "1 but yielded a second one,"))
+        return run_by(_refuse(self._hook, "1 but yielded a second one,"), self._reduction)
 
 
 class _OnLane:
@@ -235,7 +203,7 @@ class _OnLane:
             try:
                 there = ordered.here() if ordered else contextlib.nullcontext()
                 with torch.no_grad(), there, writer.within(place):
-                    value = _run(reduction, _on(group, group.run))
+                    value = run_by(_on(group, group.run), reduction)
             except BaseException as error:
                 lane.failed = weakref.ref(self._future)
                 self._future.set_exception(error)

@@ -241,25 +241,24 @@ def to_dict(states: HookStates, *, rank: int, step: int, **more: Any) -> dict[st
 
 def from_dict(saved: Mapping[str, Any], hook: CommHook, *, rank: int) -> HookStates:
     """States as `to_dict` saved them, for this rank: see Note [Whose state it is]. HookError if they are not this hook's."""
-    doing = f"load_hook_state_dict on rank {rank}"
-    if not isinstance(saved, Mapping) or not saved.keys() >= _KEYS:
-        missing = sorted(_KEYS - saved.keys()) if isinstance(saved, Mapping) else sorted(_KEYS)
-        raise HookError(
-            f"{doing} for {hook!r}: this is not a hook state: it lacks {', '.join(missing)}. Pass what hook_state_dict() gave.",
-            hook=repr(hook),
-        )
+
+    def refused(why: str) -> HookError:
+        return HookError(f"load_hook_state_dict on rank {rank} for {hook!r}: {why}", hook=repr(hook))
+
+    missing = _KEYS - saved.keys() if isinstance(saved, Mapping) else _KEYS
+    if missing:
+        lacking = ", ".join(sorted(missing))
+        raise refused(f"this is not a hook state: it lacks {lacking}. Pass what hook_state_dict() gave.")
     if saved["version"] != VERSION:
-        raise HookError(
-            f"{doing} for {hook!r}: the state has format {saved['version']}, and this gradwire reads format {VERSION}. "
-            "Load it with the gradwire that saved it.",
-            hook=repr(hook),
+        raise refused(
+            f"the state has format {saved['version']}, and this gradwire reads format {VERSION}. Load it with the gradwire that "
+            "saved it."
         )
     if saved.get("structure") != hook.structure:
-        raise HookError(
-            f"{doing}: the state was saved under the hook {saved['hook']}, and the model now has {hook!r}, whose state is made up "
-            f"otherwise ({saved.get('structure')!r}, not {hook.structure!r}). Settings may differ, hooks may not: "
-            "set the hook under which it was saved, load, and then set the other; or start without it.",
-            hook=repr(hook),
+        raise refused(
+            f"the state was saved under the hook {saved['hook']}, and the model now has {hook!r}, whose state is made up otherwise "
+            f"({saved.get('structure')!r}, not {hook.structure!r}). Settings may differ, hooks may not: "
+            "set the hook under which it was saved, load, and then set the other; or start without it."
         )
     own = saved["rank"] == rank
     parts = saved["state"] if own else hook.shared(saved["state"])

@@ -20,9 +20,10 @@ from gradwire.groups.base import Group
 from gradwire.hooks.base import Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.periodic.base import OuterHook
+from gradwire.hooks.pump import begin
 from gradwire.hooks.state import join_flat, split_flat
 from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
-from gradwire.reducer.hook.driver import Finished, Pending, outer_reduction, run, start_single
+from gradwire.reducer.hook.driver import Finished, Pending, SingleCollective, run
 from gradwire.reducer.hook.hook_states import HookStates, to_dict
 
 PIECE = 64 * 2**20
@@ -175,10 +176,10 @@ class OuterOptimizer:
     def _send(self, piece: _Piece) -> None:
         self._states.will_change(piece.spec.index, partial(piece.go_back, piece.rounds, piece.lands, None))
         state = self._states.of(piece.spec)
-        reduction = outer_reduction(self.group, self.hook, piece.flat(), state, self._turn(piece))
+        reduction = begin(self.hook, self.hook.after_step, piece.flat(), state, self._turn(piece))
         if self.hook.delay and self.hook.outer_collectives == 1:
             # On its way while the next steps are computed, and submitted here, in the order of all that this thread submits.
-            piece.result = start_single(reduction, self.group, self.hook)
+            piece.result = SingleCollective(reduction, self.group, self.hook)
         else:
             piece.result = Finished(run(reduction, self.group))
         piece.lands = self.step + self.hook.delay
@@ -197,7 +198,10 @@ class OuterOptimizer:
         piece.rounds += 1
 
     def _turn(self, piece: _Piece) -> Turn:
-        return Turn(piece.spec, self.group.rank, self.group.size, piece.rounds, donated=True, divisor=self.divisor)
+        group = self.group
+        return Turn(
+            piece.spec, group.rank, group.size, piece.rounds, donated=True, divisor=self.divisor, hosts=group.layout
+        )
 
     @torch.no_grad()
     def average(self) -> None:

@@ -9,8 +9,10 @@ What a hook keeps is in one object, `HookStates`, with the count of steps, and i
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,10 +26,10 @@ from gradwire.hooks.base import CommHook, Turn
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.dense import mean
 from gradwire.hooks.periodic.base import OuterHook, check_outer
-from gradwire.hooks.pump import describe
+from gradwire.hooks.pump import Method, begin, describe
 from gradwire.policies import ScaleCheck
 from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
-from gradwire.reducer.hook.driver import Driver, Pending, gradient_reduction, run, scattering_reduction
+from gradwire.reducer.hook.driver import Driver, Pending, run
 from gradwire.reducer.hook.hook_states import HookStates, from_dict, owed_norm, to_dict, with_ranks
 from gradwire.reducer.hook.outer_optimizer import OuterOptimizer
 from gradwire.reducer.hook.torch_hooks import TorchHook, TorchHookRun
@@ -70,29 +72,33 @@ class HookRunner:
     def start(self, bucket: GradBucket) -> Pending:
         """Start the reduction of a bucket; never waits for another rank, except on groups that block in `submit`."""
         state, step = self._begin(bucket)
-        policy, check = self.scale_check, None
-        if policy is not None and step % policy.every == 0 and self.outer is None:
-            check = ScaleChecked(bucket, self.group, policy, hook=self.name, weight=self.weight)
-            self._scale_checks.append(check)
-        pending: Pending
+        policy = self.scale_check
+        if policy is None or step % policy.every or self.outer is not None:
+            return self._start(bucket, state, step)
+        projection = project(bucket.buffer())  # which a reduction may overwrite
+        truth = torch.cat([projection, projection.new_ones(1)]) * self.weight
+        check = ScaleChecked(self, bucket.spec, truth, policy, self._start(bucket, state, step))
+        self._scale_checks.append(check)
+        return check
+
+    def _start(self, bucket: GradBucket, state: Any, step: int) -> Pending:
         if self.torch_hook is not None:
-            pending = TorchHookRun(*self.torch_hook, bucket, self.group, step=step)
-        else:
-            pending = self.driver.launch(self.hook, bucket.buffer(), state, self._turn(bucket, step))
-        return pending if check is None else check.watch(pending)
+            return TorchHookRun(*self.torch_hook, bucket, self.group, step=step)
+        return self.driver.launch(self.hook, bucket.buffer(), state, self._turn(bucket, step))
 
     def run(self, bucket: GradBucket) -> Tensor:
-        state, step = self._begin(bucket)
-        turn = self._turn(bucket, step)
-        return run(gradient_reduction(self.group, self.hook, bucket.buffer(), state, turn), self.group)
+        return self._run(self.hook.reduce, bucket, bucket.buffer())
 
     def run_scattered(self, bucket: GradBucket) -> Tensor:
         """This rank's row of the average of a bucket of equal rows; from the whole if the hook has no `reduce_scatter`."""
         if not self.hook.scatters:
             return self.run(bucket).tensor_split(self.group.size)[self.group.rank]
+        return self._run(self.hook.reduce_scatter, bucket, bucket.buffer().chunk(self.group.size)[0])
+
+    def _run(self, reduce: Method, bucket: GradBucket, like: Tensor) -> Tensor:
         state, step = self._begin(bucket)
-        turn = self._turn(bucket, step)
-        return run(scattering_reduction(self.group, self.hook, bucket.buffer(), state, turn), self.group)
+        reduction = begin(self.hook, reduce, bucket.buffer(), state, self._turn(bucket, step), like=like)
+        return run(reduction, self.group)
 
     def _begin(self, bucket: GradBucket) -> tuple[Any, int]:
         """The state and the step of a bucket. What an earlier hook has not sent is added to its gradient, if it is not refused."""
@@ -116,7 +122,8 @@ class HookRunner:
 
     def _turn(self, bucket: GradBucket, step: int) -> Turn:
         group = self.group
-        return Turn(bucket.spec, group.rank, group.size, step, donated=True, divisor=self.divisor, weight=self.weight)
+        turn = Turn(bucket.spec, group.rank, group.size, step, donated=True, divisor=self.divisor, weight=self.weight)
+        return turn if group.layout is None else dataclasses.replace(turn, hosts=group.layout)
 
     def verify(self, step: int) -> Exception | None:
         return next((error for check in self._scale_checks if (error := check.verify()) is not None), None)
@@ -191,7 +198,7 @@ class HookRunner:
 
     def restore(self, saved: Mapping[str, Any], *, rank: int | None = None) -> None:
         """As `load_state_dict`, on this rank alone, or as another `rank`: for a copy of a model."""
-        self.states = from_dict(saved, self.hook, rank=self.group.rank if rank is None else rank)
+        self.states = from_dict(saved, self.states.hook, rank=self.group.rank if rank is None else rank)
         self.outer = self._outer_optimizer(self.states, saved)
 
     def change_ranks(self, old_size: int, new_size: int, *, leavers: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -200,11 +207,8 @@ class HookRunner:
         Every rank that stays calls it, and each leaver's state is given to one of them. See Note [Other ranks] in
         `hook_states.py`. A rank that joins loads the state of a member instead.
         """
-        hook, saved = self.states.hook, self.state_dict()
-        saved = with_ranks(saved, hook, old_size, new_size, leavers=leavers)
         self.driver.captured.drop()
-        self.states = from_dict(saved, hook, rank=self.group.rank)
-        self.outer = self._outer_optimizer(self.states, saved)
+        self.restore(with_ranks(self.state_dict(), self.states.hook, old_size, new_size, leavers=leavers))
 
     def owed_norm(self) -> float:
         """How much this rank would take with it if it were lost, times the number of ranks; NaN if unknown."""
@@ -226,51 +230,43 @@ class HookRunner:
         self.optimizers.detach()
 
 
+@dataclass(slots=True)
 class ScaleChecked:
     """A reduction whose result is compared with the true mean's projection, once all reductions of the step are over."""
 
-    def __init__(self, bucket: GradBucket, group: Group, policy: ScaleCheck, *, hook: str, weight: float) -> None:
-        self._bucket = bucket
-        self._group = group
-        self._policy = policy
-        self._hook = hook
-        projection = project(bucket.buffer())
-        self._contribution = torch.cat([projection, projection.new_ones(1)]) * weight
-        self._pending: Pending | None = None
-        self._result: Tensor | None = None
-
-    def watch(self, pending: Pending) -> ScaleChecked:
-        self._pending = pending
-        return self
+    runner: HookRunner
+    spec: BucketSpec
+    truth: Tensor
+    """What this rank adds to the projection, the norm, and the weight of all gradients."""
+    policy: ScaleCheck
+    pending: Pending
+    result: Tensor = field(init=False)
 
     def wait(self) -> Tensor:
-        assert self._pending is not None
-        self._result = self._pending.wait()
-        return self._result
+        self.result = self.pending.wait()
+        return self.result
 
     def verify(self) -> HookError | None:
         """An error if the result is off by a factor."""
-        assert self._result is not None
-        truth = self._contribution.to(self._result.device)
-        label = f"scale check of bucket {self._bucket.index()}"
-        self._group.submit(all_reduce(truth, op=ReduceOp.SUM, label=label)).wait()
+        group, truth = self.runner.group, self.truth.to(self.result.device)
+        label = f"scale check of bucket {self.spec.index}"
+        group.submit(all_reduce(truth, op=ReduceOp.SUM, label=label)).wait()
         total, norms, weights = truth.tolist()
         if not weights:
             return None
         expected, norm = total / weights, norms / weights
         if not math.isfinite(expected):
             return None  # that of a gradient, which is not the hook's fault: see `policies.NonFinite`
-        got = float(project(self._result)[0])
+        got = float(project(self.result)[0])
         # Where the projection nearly cancels, rounding, whose size goes with the norm, makes its relative error meaningless.
-        if abs(expected) < 0.1 * norm or abs(got - expected) <= self._policy.tolerance * abs(expected):
+        if abs(expected) < 0.1 * norm or abs(got - expected) <= self.policy.tolerance * abs(expected):
             return None
-        world = self._group.size
-        is_sum = math.isclose(got, expected * world, rel_tol=0.05)
+        is_sum = math.isclose(got, expected * group.size, rel_tol=0.05)
         guess = " It looks like a sum: divide by the number of ranks." if is_sum else ""
         return HookError(
-            f"scale check of hook {self._hook} on {self._bucket.spec}, rank {self._group.rank}: the result is "
-            f"{got / expected:.3g} times the mean over {world} ranks.{guess}",
-            hook=self._hook,
+            f"scale check of hook {self.runner.name} on {self.spec}, rank {group.rank}: the result is "
+            f"{got / expected:.3g} times the mean over {group.size} ranks.{guess}",
+            hook=self.runner.name,
         )
 
 

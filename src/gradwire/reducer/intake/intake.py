@@ -79,9 +79,6 @@ class GradientIntake:
         fillers = self._fillers
         self._select(None if all_call or not fillers or any(i in fillers for i in unused) else fillers)
 
-    def call_all(self) -> None:
-        self._select(None)
-
     def _select(self, few: dict[int, int] | None) -> None:
         if self.hooks is not None and few is not self._selected:
             self._selected = few
@@ -119,11 +116,10 @@ class GradientIntake:
         filled: dict[int, int] = {}
         for launch in launches:
             filled[launch.filler] = filled.get(launch.filler, 0) + 1
-        for filler, buckets in filled.items():
-            self._filled[filler] = self._filled.get(filler, 0) + buckets
+            self._filled[launch.filler] = self._filled.get(launch.filler, 0) + 1
         selected = self._selected
         if selected is not None and filled != {i: selected[i] for i in indices if i in selected}:
-            self.call_all()
+            self._select(None)
         return launches
 
     @property
@@ -158,7 +154,7 @@ class GradientIntake:
     def missing(self, indices: Iterable[int]) -> list[int]:
         """Those of `indices` whose gradients have not arrived in this step. Changes nothing; any thread may call it."""
         arrived = frozenset() if self.hooks is None else self.hooks.waiting()
-        return [i for i in indices if not self._machine.is_ready(i) and i not in arrived]
+        return [i for i in indices if not self._machine.ready[i] and i not in arrived]
 
 
 _MOST_NAMES = 1000
@@ -168,7 +164,7 @@ reducers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def awaited_gradients() -> list[dict[str, Any]]:
     """Of each model that is in a step: the bucket that is to be launched next, and the parameters in it without a gradient."""
-    return [_facts(reducer) for reducer in list(reducers) if reducer.machine.state is not State.RESTING]
+    return [_facts(reducer) for reducer in list(reducers) if reducer.machine.state is not _RESTING]
 
 
 def _facts(reducer: Any) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
@@ -88,42 +89,33 @@ class UsedParameters:
         """Whether the next backward shows what a static graph uses."""
         self.learning_unused = False
         """Whether the end of this step shows what no rank uses in a static graph."""
-        self.uses: dict[int, int] = {}
+        self.uses: Counter[int] = Counter()
         """Of each parameter, in the first backward of a static graph. One that failed may have counted some."""
         self._device = device
-        self._seen = [False] * count
+        self._count = count
+        self.seen: set[int] = set()
+        """Parameters that have a gradient, perhaps from under no_sync: what has accumulated there is reduced later."""
         self._static_unused: frozenset[int] = frozenset()
 
     def learn_static_graph(self) -> None:
         """Count uses in the next backward, and exchange what is used once, at its end."""
         self.learning = self.learning_unused = self.exchanged = True
-        self.uses = {}
+        self.uses = Counter()
 
-    def count(self, indices: Iterable[int]) -> None:
-        for i in indices:
-            self.uses[i] = self.uses.get(i, 0) + 1
-
-    def pop_first_uses(self) -> dict[int, int]:
+    def pop_first_uses(self) -> Counter[int]:
         """How often each parameter got a gradient, in order of the first. If any did, the graph has been learned."""
-        uses, self.uses = self.uses, {}
+        uses, self.uses = self.uses, Counter()
         self.learning = not uses
         return uses
-
-    def seen(self, indices: Iterable[int]) -> None:
-        """These parameters have a gradient, perhaps from under no_sync: what has accumulated there is reduced later."""
-        for i in indices:
-            self._seen[i] = True
-
-    def reset(self) -> None:
-        self._seen = [False] * len(self._seen)
 
     def unused_everywhere(self, group: Group) -> frozenset[int]:
         """The parameters that no rank used. A collective, if they are exchanged in this step."""
         if not self.exchanged:
             return self._static_unused
-        self.counts = torch.tensor(self._seen, dtype=torch.int32, device=self._device)
+        mine = [i in self.seen for i in range(self._count)]
+        self.counts = torch.tensor(mine, dtype=torch.int32, device=self._device)
         group.submit(all_reduce(self.counts, label="used parameters")).wait()
-        self.reset()
+        self.seen.clear()
         unused = frozenset(i for i, ranks in enumerate(self.counts.tolist()) if ranks == 0)
         if self.learning_unused:
             self._static_unused, self.learning_unused, self.exchanged = unused, False, self.track

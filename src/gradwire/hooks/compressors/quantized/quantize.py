@@ -43,10 +43,14 @@ class Quantize(CommHook):
         """The layout of messages: derived data, not state that is saved."""
         return lay_out(spec, self.rules, self.block)
 
+    def adds_residual(self, grad: Tensor, residual: Tensor, state: MessageLayout, turn: Turn) -> bool:
+        """If the whole bucket has one bit width: see `codec.has_feedback`."""
+        whole = len(state.sections) == 1 and state.sections[0].slices.numel == grad.numel()
+        return turn.donated and whole and codec.has_feedback(grad, residual)
+
     def reduce(self, grad: Tensor, state: MessageLayout, turn: Turn) -> Reduction:
         """Send quantized slices to their owners, which average them; gather the means, quantized again."""
-        self.refuse_sparse(grad, turn.spec)
-        label = f"bucket {turn.spec.index}"
+        label, residual = f"bucket {turn.spec.index}", turn.residual
         flat = real(grad.view(-1))
         pairs = list(zip(state.sections, state.parts(turn.world_size), strict=True))
         message = flat.new_empty((turn.world_size, state.stride(turn.world_size)), dtype=torch.uint8)
@@ -54,16 +58,25 @@ class Quantize(CommHook):
         keys = self._keys(turn)
 
         for section, part in pairs:
-            codec.quantize(section.slices.take(flat), message, part, parity(turn) if part.bits == 1 else next(keys))
+            key = parity(turn) if part.bits == 1 else next(keys)
+            if residual is None:
+                codec.quantize(section.slices.take(flat), message, part, key)
+            else:
+                codec.quantize_sum(flat, residual, message, part, key, turn.rank)
         received = torch.empty_like(message)
         yield all_to_all_single(received, message, label=label)
 
         sent = None if turn.donated else torch.empty_like(flat)
         for section, part in pairs:
-            own = part.owned_by(turn.rank)
+            own, key = part.owned_by(turn.rank), parity(turn) if part.bits == 1 else next(keys)
+            if residual is not None:
+                start = min(turn.rank * part.row, part.numel)
+                mine = residual.narrow(0, start, own.numel), flat.narrow(0, start, own.numel)
+                codec.quantize_mean(received, mine, answer, own, key, turn.counted)
+                continue
             mean = torch.empty(own.numel, dtype=torch.float32, device=flat.device)
             codec.decode(received, mean, own, 1 / turn.counted)
-            codec.quantize(mean, answer, own, parity(turn) if part.bits == 1 else next(keys))
+            codec.quantize(mean, answer, own, key)
             if sent is not None:
                 room = section.slices.room(sent) if sent.dtype == torch.float32 else mean.new_empty(part.numel)
                 codec.decode(message, room, part)
@@ -82,45 +95,9 @@ class Quantize(CommHook):
             section.slices.put(value, room)
         return Reduced(as_dtype(value, grad.dtype), as_dtype(value if sent is None else sent, grad.dtype))
 
-    def reduce_with_residual(
-        self, grad: Tensor, residual: Tensor, state: MessageLayout, turn: Turn
-    ) -> Reduction | None:
-        """In three passes, if the whole bucket has one bit width: see `codec.has_feedback`."""
-        fits = self._fuses(grad, residual, state, turn)
-        return self._reduce_with_residual(grad, residual, state, turn) if fits else None
-
-    def _fuses(self, grad: Tensor, residual: Tensor, state: MessageLayout, turn: Turn) -> bool:
-        whole = len(state.sections) == 1 and state.sections[0].slices.numel == grad.numel()
-        return turn.donated and whole and codec.has_feedback(grad, residual)
-
-    def _reduce_with_residual(self, grad: Tensor, residual: Tensor, state: MessageLayout, turn: Turn) -> Reduction:
-        [part], label, keys = state.parts(turn.world_size), f"bucket {turn.spec.index}", self._keys(turn)
-        message = grad.new_empty((turn.world_size, part.stride), dtype=torch.uint8)
-        own = part.owned_by(turn.rank)
-        key = [parity(turn) if part.bits == 1 else next(keys) for _ in range(2)]
-        codec.quantize_sum(grad, residual, message, part, key[0], turn.rank)
-        received, answer = torch.empty_like(message), torch.empty_like(message[:1])
-        yield all_to_all_single(received, message, label=label)
-        start = min(turn.rank * part.row, part.numel)
-        mine = residual.narrow(0, start, own.numel), grad.narrow(0, start, own.numel)
-        codec.quantize_mean(received, mine, answer, own, key[1], turn.counted)
-        yield all_gather_into_tensor(received, answer, label=label)
-        codec.decode(received, grad, part)
-        return Reduced(grad, grad)
-
     def reduce_scatter(self, grad: Tensor, state: MessageLayout, turn: Turn) -> Reduction:
         """Send quantized rows to their owners, which average them: the first half of `reduce`, on rows of the bucket."""
-        self.refuse_sparse(grad, turn.spec)
-        return (yield from self._scatter(grad, None, state, turn))
-
-    def scatter_with_residual(
-        self, grad: Tensor, residual: Tensor, state: MessageLayout, turn: Turn
-    ) -> Reduction | None:
-        fits = self._fuses(grad, residual, state, turn)
-        return self._scatter(grad, residual, state, turn) if fits else None
-
-    def _scatter(self, grad: Tensor, residual: Tensor | None, state: MessageLayout, turn: Turn) -> Reduction:
-        flat = real(grad.view(-1))
+        flat, residual = real(grad.view(-1)), turn.residual
         sections, keys = state.rows(turn.world_size), self._keys(turn)
         pieces = [piece for rows in sections for piece in joined(rows)]
         message = flat.new_empty((turn.world_size, pieces[0].part.stride), dtype=torch.uint8)

@@ -84,7 +84,6 @@ class Sign(CommHook):
 
     def reduce(self, grad: Tensor, state: _ScaleGroups, turn: Turn) -> Reduction:
         """Gather signs and scales; or exchange signs, count votes, gather the results."""
-        self.refuse_sparse(grad, turn.spec)
         flat = real(grad.view(-1))
         scales = state.scales(flat.to(torch.float32))
         reduction = self._mean if self.scale == "mean" else self._majority
@@ -136,7 +135,6 @@ class Sign(CommHook):
 
     def reduce_scatter(self, grad: Tensor, state: _ScaleGroups, turn: Turn) -> Reduction:
         """Send each rank the signs in its row, and the scales of the parameters there."""
-        self.refuse_sparse(grad, turn.spec)
         flat, size, low = real(grad.view(-1)), turn.world_size, turn.rank * (state.numel // turn.world_size)
         scales = state.scales(flat.to(torch.float32))
         [rows], (there, mine) = of_one_section(state.numel, 1).rows(size), state.in_row(turn.rank, size)

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, valid-type, name-defined"
 # Kernels are written in Triton's language, whose parameters and annotations are not Python's.
-"""Triton kernels for low-rank hooks: many small operations in one launch, to reduce host time.
+"""Triton kernels in place of many small operations, or of several passes over a bucket.
 
-Both compute in float64, whose cost is negligible at this size.
+Those for low-rank hooks compute in float64, whose cost is negligible at this size; that for residuals does what torch does, to the
+bit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from gradwire.hooks.numerics.triton_compat import kernel, tl
 
 _SEGMENT = 1024
+_PER_PROGRAM = 4096
 
 
 def inverse_factors(gram: Tensor) -> Tensor:
@@ -27,6 +29,13 @@ def keep_directions(new: Tensor, old: Tensor, begins: Tensor) -> None:
     """See `orthogonal.keep_directions`. Columns are stored one after another; the first is from begins[0] to begins[1]."""
     with torch.cuda.device(new.device):
         _unit[(begins.numel() - 1,)](new, old, begins, SEGMENT=_SEGMENT, num_warps=4)
+
+
+def keep_unsent(wanted: Tensor, sent: Tensor) -> None:
+    """`wanted -= sent`, then zero what is not finite. `wanted` is float32, both are contiguous."""
+    if wanted.numel():
+        with torch.cuda.device(wanted.device):
+            _keep_unsent[(-(-wanted.numel() // _PER_PROGRAM),)](wanted, sent, wanted.numel(), SIZE=_PER_PROGRAM)
 
 
 @kernel("rank")
@@ -70,3 +79,12 @@ def _unit(new, old, begins, SEGMENT: tl.constexpr):
         for at in range(begin, end, SEGMENT):
             v = tl.load(new + at + offsets, mask=at + offsets < end, other=0.0).to(tl.float64)
             tl.store(old + at + offsets, (v / length).to(old.dtype.element_ty), mask=at + offsets < end)
+
+
+@kernel("numel")
+def _keep_unsent(wanted, sent, numel, SIZE: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * SIZE
+    offsets = tl.arange(0, SIZE)
+    there = offsets < numel - first
+    owed = tl.load(wanted + first + offsets, mask=there) - tl.load(sent + first + offsets, mask=there).to(tl.float32)
+    tl.store(wanted + first + offsets, tl.where(tl.abs(owed) <= 3.4028234663852886e38, owed, 0.0), mask=there)
