@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "gradwire"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-CODE_LINES = 37_230
-PHYSICAL_LINES = 53_850
+CODE_LINES = 37_050
+PHYSICAL_LINES = 53_630
 SHARE_OF_TEXT = 0.28
 TEST_LINES = 57_150
 
