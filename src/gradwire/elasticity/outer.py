@@ -248,6 +248,7 @@ def end_round(
             try:
                 training.outer_step()
                 training.wait_for_averages(performer.check_group)
+                training.compare_owed()
             except GroupError as error:
                 if not survive(error):
                     raise

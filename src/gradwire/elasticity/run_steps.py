@@ -62,10 +62,11 @@ class RunSteps:
     def _vote(self, number: int) -> None:
         performer = self.performer
         checked = bool(self.check_every and number % self.check_every == 0)
-        due = number == self.view.step or self.training.joins.streams or checked
+        compared = checked or number == self.view.step
+        due = compared or self.training.joins.streams
         by_hosts = due or performer.change_voted or number + 1 == self.steps
         gate = None if by_hosts else self.training.gate
-        if not performer.frozen and self._share_buffers(wait=gate is None):
+        if not performer.frozen and self._share(wait=gate is None, owed=compared):
             performer.vote(self.training.facts(self.view, digests=due), gate)
         performer.settle()
 
@@ -106,8 +107,8 @@ class RunSteps:
                 if not self.left:
                     self.training.open()
 
-    def _share_buffers(self, *, wait: bool) -> bool:
-        """All members have those of the first that computes at a commit. `wait`: until they and the averages are there."""
+    def _share(self, *, wait: bool, owed: bool) -> bool:
+        """All members have the buffers of the first that computes at a commit. `wait`: until they and the averages are there."""
         idle = self.view.fresh if self.training.joins.streams else ()
         try:
             self.training.replica.state.sync_buffers(
@@ -115,6 +116,8 @@ class RunSteps:
             )
             if wait:
                 self.training.wait_for_averages(self.performer.check_group)
+            if owed:
+                self.training.compare_owed()
         except GroupError as error:
             if not self._survive(error):
                 raise

@@ -7,6 +7,7 @@ on any member. So what a member owes counts the same with any number of members,
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,7 @@ from gradwire.groups.base import Group
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import NO_OPERATION, Place
+from gradwire.runtime.warnings import warn_user
 
 
 class Training(TrainingSteps):
@@ -44,6 +46,21 @@ class Training(TrainingSteps):
             self._agreed = fixed_hash(view.epoch, self.replica.hook, begun, self._owners, data)
         return [fixed_hash(self.opened, self._agreed, self.gate is None, *self.settings), self.digest if digests else 0]
 
+    def compare_owed(self) -> None:
+        """What a member owes is lost if it dies; then the others say how much that was when it last told them."""
+        if self.remembers:
+            norms = torch.empty(self.group.size, dtype=torch.float64, device="cpu")
+            mine = torch.tensor([self.replica.runner.owed_norm()], dtype=torch.float64, device="cpu")
+            self.group.all_gather_into_tensor(norms, mine, label="what members owe")
+            self._owes = {one: (norm, self.opened) for one, norm in zip(self._members, norms.tolist(), strict=True)}
+
+    def _tell_what_is_lost(self, view: View) -> None:
+        lost = {one: self._owes.pop(one) for one in [*self._owes] if one not in view.members}
+        first = next((rank for rank, one in enumerate(view.members) if one not in view.fresh), 0)
+        for one, (norm, step) in lost.items() if self.group.rank == first else ():
+            amount = "how much is not known" if math.isnan(norm) else f"of norm {norm:.3g} in step {step}"
+            warn_user(f"{one} is lost, and with it what it owed to the average, {amount}.")
+
     def detach(self) -> None:
         """Leave the model and the optimizer as they were before."""
         self.joins.close()
@@ -60,6 +77,8 @@ class Training(TrainingSteps):
         )  # one that may have to begin again takes on nothing
         group.all_gather_into_tensor(flags, torch.tensor([mine], device="cpu"), label="who leaves")
         leavers = [rank for rank in range(group.size) if flags[rank] == 1]
+        for rank in leavers:
+            self._owes.pop(self._members[rank], None)
         heir = next((rank for rank in range(group.size) if not flags[rank]), None)
         if heir is None:
             return
@@ -85,6 +104,7 @@ class Training(TrainingSteps):
     def enter(self, view: View, group: Group) -> None:
         self.joins.close()
         self._use_group(view, group)
+        self._tell_what_is_lost(view)
         self.begun_from = self.begun_from if view.begins else []
         self._bring_state(view)
         self._take_share()

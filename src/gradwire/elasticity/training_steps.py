@@ -73,6 +73,8 @@ class TrainingSteps(TrainedState):
         """Options of the optimizer that were set after the present step was enqueued behind a gate that was closed."""
         self._buffers: dict[str, Tensor] = {}
         self._agreed = self._reduced = 0
+        self._owes: dict[str, tuple[float, int]] = {}
+        """The norm of what each member owed, and in which step."""
         self._updating = False
         self.joins = Joins(self.replica, self._rest, self._arrive, self._update)
         self.joins.allowed = data is not None

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,30 @@ def test_what_a_leaver_owes_goes_to_another_member(tmp_path: Path) -> None:
     assert not world.errors
     torch.testing.assert_close(owed["after"], owed["before"], rtol=1e-12, atol=0)
     assert world.runs["b"].training.replica.runner.owed_norm() == 0.0
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["dies", "leaves"])
+def test_what_is_lost_with_a_member_is_told(leaves: bool, tmp_path: Path) -> None:
+    norms = list[float]()
+
+    def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
+        if (me, place, run.training.opened) == ("b", "forward", 6) and not leaves:
+            norms.append(float(owed_by(run).norm()))
+            raise Killed
+        if leaves and me == "b" and run.training.opened == 4:
+            run.leave()
+
+    world = Threads(tmp_path, hook=lambda: hooks.chain(hooks.error_feedback(), hooks.top_k(ratio=0.1)), fault=fault)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for me in "abc":
+            world.start(me, 3)
+        assert not world.join().errors
+    told = [str(one.message) for one in caught if "owed to the average" in str(one.message)]
+    expected = [
+        f"b is lost, and with it what it owed to the average, of norm {norm:.3g} in step 5." for norm in norms[:1]
+    ]
+    assert (told, len(expected)) == (expected, int(not leaves))
 
 
 def owed_by(run: ElasticRun) -> Tensor:
