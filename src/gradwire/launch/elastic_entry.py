@@ -43,6 +43,7 @@ def elastic(
     data: Deal | None = None,
     steps: int | None = None,
     update: Callable[[], object] | None = None,
+    warm_up: Callable[[], object] | None = None,
     register: Mapping[str, Any] | None = None,
     state: Source | Iterable[Source] | None = None,
     min_ranks: int | None = None,
@@ -60,11 +61,13 @@ def elastic(
     process that comes when training has ended exits here.
 
     `data` deals each step's samples to the members; a run ends after `steps`. A commit calls `update`, by default
-    `optimizer.step`: clip gradients, step a GradScaler or a scheduler there. `register` names whatever else has a `state_dict` that
-    members that join need. `state`, a file of `run.save` or a list of those of all ranks, is where a run begins that nobody else
-    has begun. Below `min_ranks` (that of `gradwire run --elastic`) training waits, for `patience` seconds; then the state is saved
-    in the file `rescue`, and `TooFewMembers` raised. Parameters are compared every `check_every` steps. With `hooks.diloco` members
-    commit rounds of steps; when `quorum` members have waited for `grace` seconds at the end of one, others end it where they are.
+    `optimizer.step`: clip gradients, step a GradScaler or a scheduler there. `warm_up` is called before anybody waits for this
+    process: a forward and backward of any batch, which compiles the model; what they change is dropped. `register` names whatever
+    else has a `state_dict` that members that join need. `state`, a file of `run.save` or a list of those of all ranks, is where a
+    run begins that nobody else has begun. Below `min_ranks` (that of `gradwire run --elastic`) training waits, for `patience`
+    seconds; then the state is saved in the file `rescue`, and `TooFewMembers` raised. Parameters are compared every `check_every`
+    steps. With `hooks.diloco` members commit rounds of steps; when `quorum` members have waited for `grace` seconds at the end of
+    one, others end it where they are.
     """
     environ = os.environ
     start_recorder(find_world(environ), "gw.elastic()")
@@ -90,6 +93,8 @@ def elastic(
         _warm(groups, connect, starters, {p.dtype for p in model.parameters()})
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, functools.partial(_leave, run, os.getpid()))
+        if warm_up is not None:
+            run.training.warm_up(warm_up)
         run.start(me, connect, groups, replace(limits, starters=starters))
         if not run.performer.member.holds:
             raise SystemExit(0)  # training has ended, and the rest of the script is for those that have trained

@@ -76,13 +76,14 @@ def test_the_bits_of_a_plain_loop(compiled: bool, mixed: bool) -> None:
         plain.evaluate()
 
     register: dict[str, Any] = {"rates": ours.rates, "scaler": ours.scaler}
-    changes = [3, 7]
-    with gw.elastic(
-        ours.model, ours.optimizer, data=deal, steps=STEPS, update=ours.update, register=register
-    ) as run:  # fmt: skip
+    changes, graphs = [3, 7], torch._dynamo.utils.counters["stats"]
+    begins = {"update": ours.update, "register": register, "warm_up": lambda: ours.backward(*deal.batch(5, 0))}
+    with gw.elastic(ours.model, ours.optimizer, data=deal, steps=STEPS, **begins) as run:
+        warm = graphs["unique_graphs"]
         for step in run:
             for x, y in step:
                 ours.backward(x, y)
+                assert graphs["unique_graphs"] - warm <= (step.number > 0), "the first step compiles nothing"
             if step.number in changes:
                 changes.remove(step.number)
                 run.performer.lost()  # the step is computed again
