@@ -19,7 +19,7 @@ from gradwire.groups import Group
 from gradwire.groups.shared_memory.board import HERE
 from gradwire.groups.store.rendezvous import host_store
 from gradwire.testing import run_ranks
-from gradwire.testing.conformance.compare import meet, part, side_group
+from gradwire.testing.conformance.compare import meet, side_group
 from gradwire.testing.mpi import missing
 from helpers.waiting import wait_until
 from helpers.warm_python import WarmPython
@@ -221,7 +221,7 @@ def receive_alone(group: Group) -> float | None:
         meet(side)
         group.close()
         meet(side)
-        part(side)
+        side.close()
         return None
     waiting = group.submit(build.recv(torch.zeros(1), label="from anyone").within(DEADLINE))
     meet(side)
@@ -233,7 +233,7 @@ def receive_alone(group: Group) -> float | None:
     waited = time.perf_counter() - began
     with pytest.raises(PeerLost):
         group.run(build.recv(torch.zeros(1), tag=3).within(DEADLINE))
-    part(side)
+    side.close()
     return waited
 
 

@@ -7,6 +7,8 @@ object that notices its own deletion as soon as the failed backward has returned
 
 from __future__ import annotations
 
+import types
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -25,16 +27,22 @@ def at_backward_end(ended: Callable[[], object], *, failed: Callable[[], object]
 
 
 class _BackwardEnd:
-    __slots__ = ("_ended", "_failed")
+    __slots__ = ("_ended", "_failed", "_owner")
 
-    def __init__(self, ended: Callable[[], object], failed: Callable[[], object] | None) -> None:
-        self._ended = weakly(ended)
+    def __init__(self, ended: Callable[..., object], failed: Callable[[], object] | None) -> None:
+        self._owner = None
+        if isinstance(ended, types.MethodType):
+            self._owner, ended = weakref.ref(ended.__self__), ended.__func__
+        self._ended = ended
         self._failed = None if failed is None else weakly(failed)
 
     @untraced_call
     def __call__(self) -> None:
         self._failed = None
-        self._ended()
+        if self._owner is None:
+            self._ended()
+        elif (owner := self._owner()) is not None:
+            self._ended(owner)
 
     @untraced_call
     def __del__(self) -> None:

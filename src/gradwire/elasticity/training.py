@@ -23,6 +23,7 @@ from gradwire.groups.base import Group
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import NO_OPERATION, Place
+from gradwire.reducer.hook.hook_states import owed_norm
 from gradwire.runtime.warnings import warn_user
 
 
@@ -49,8 +50,8 @@ class Training(TrainingSteps):
     def compare_owed(self) -> None:
         """What a member owes is lost if it dies; then the others say how much that was when it last told them."""
         if self.remembers:
-            norms = torch.empty(self.group.size, dtype=torch.float64, device="cpu")
-            mine = torch.tensor([self.replica.runner.owed_norm()], dtype=torch.float64, device="cpu")
+            norms, runner = torch.empty(self.group.size, dtype=torch.float64, device="cpu"), self.replica.runner
+            mine = norms.new_tensor([owed_norm(runner.state_dict(), runner.states.hook)])
             self.group.all_gather_into_tensor(norms, mine, label="what members owe")
             self._owes = {one: (norm, self.opened) for one, norm in zip(self._members, norms.tolist(), strict=True)}
 

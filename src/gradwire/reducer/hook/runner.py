@@ -30,7 +30,7 @@ from gradwire.hooks.pump import Method, begin, describe
 from gradwire.policies import ScaleCheck
 from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
 from gradwire.reducer.hook.driver import Driver, Pending, run
-from gradwire.reducer.hook.hook_states import HookStates, from_dict, owed_norm, to_dict, with_ranks
+from gradwire.reducer.hook.hook_states import HookStates, from_dict, to_dict, with_ranks
 from gradwire.reducer.hook.outer_optimizer import OuterOptimizer
 from gradwire.reducer.hook.torch_hooks import TorchHook, TorchHookRun
 from gradwire.reducer.rank_agreement import load_together
@@ -209,10 +209,6 @@ class HookRunner:
         """
         self.driver.captured.drop()
         self.restore(with_ranks(self.state_dict(), self.states.hook, old_size, new_size, leavers=leavers))
-
-    def owed_norm(self) -> float:
-        """How much this rank would take with it if it were lost, times the number of ranks; NaN if unknown."""
-        return owed_norm(self.state_dict(), self.states.hook)
 
     def attach_optimizer(self, optimizers: Sequence[torch.optim.Optimizer], stepped: Callable[[], object]) -> None:
         """Call `stepped`, which calls `outer.optimizer_stepped`, after the steps of these optimizers alone."""
