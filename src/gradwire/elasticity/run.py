@@ -233,6 +233,10 @@ class ElasticRun(RunSteps):
         """Everything that a run needs to go on from the last committed step, but what other ranks owe: pass it, or a list of those
         of all, to `gw.elastic(state=...)`. All but the model's is JSON and tensors, which any checkpoint keeps as they are."""
         self._know()
+        if self.training.averaged:
+            raise UsageError(
+                f"the state in step {self.training.opened}: what hooks owe and buffers have changed. Save it after commit()."
+            )
         if self.committed < self.training.opened and self.group.size > 1:
             raise UsageError(
                 f"the state after step {self.training.opened}: in a round of {self.training.replica.hook!r} members differ. "

@@ -506,6 +506,8 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
             ElasticRun(**{"model": model, "optimizer": optimizer, **wrong})  # type: ignore[arg-type]
     with pytest.raises(UsageTypeError, match="no state_dict"):
         ElasticRun(model, optimizer).register(step=3)
+    with pytest.raises(UsageError, match="Use mean\\(\\) instead"):
+        ElasticRun(model, optimizer, data=deal(), hook=hooks.weighted_mean())
     with pytest.raises(UsageError, match="have not seen the graph"):
         ElasticRun(model, optimizer, graph=Graph.STATIC)
     with pytest.raises(UsageError, match="2 parameters that are not the model's"):
@@ -518,6 +520,8 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
         (step,) = itertools.islice(run, 1)
         for x, _ in list(step):  # all are handed out before the first backward
             run.model(x).sum().backward()
+        with pytest.raises(UsageError, match="Save it after commit"):
+            run.state_dict()
         with pytest.raises(UsageError, match="averaged 8 times"):
             step.commit()
         run.close()

@@ -276,6 +276,36 @@ def test_members_leave_while_a_state_is_sent(leavers: str, tmp_path: Path, held:
     assert ("joiner" in world.results) == (leavers != "joiner")
 
 
+@pytest.mark.parametrize("large", [0, 2**22])
+@pytest.mark.parametrize("what", ["model", "data=", "hook=", "optimizer"])
+def test_one_that_trains_something_else_ends_alone(
+    what: str, large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "LARGE", large)
+
+    class Another(Streams):
+        def live(self, me: str, starters: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            if me == "joiner" and what == "hook=":
+                self.hook = hooks.sign
+            if me == "joiner" and what in ("model", "optimizer"):
+                model = nn.Linear(4, 1).double() if what == "model" else model
+                optimizer = torch.optim.SGD(model.parameters())
+            super().live(me, starters, model, optimizer)
+
+        def prepare(self, me: str, run: ElasticRun) -> None:
+            super().prepare(me, run)
+            if me == "joiner" and what == "data=" and run.data is not None:
+                run.data.dataset = elastic_threads.DATA[:-1]
+
+    world = Another(tmp_path)
+    for me in "ab":
+        world.start(me, 2)
+    world.join(expected=False)
+    assert f"the others train with another {what}" in str(world.errors.pop("joiner"))
+    assert not world.errors
+    assert world.results.keys() == {"a", "b"}
+
+
 def test_nobody_has_the_state_any_more(tmp_path: Path, held: threading.Event) -> None:
     def fault(world: Streams, me: str, place: str, run: ElasticRun) -> None:
         if world.behind() >= 2 and place == "forward":
