@@ -83,6 +83,7 @@ class ElasticRun(RunSteps):
         like = torch.optim.SGD([torch.zeros(1, device="cpu", requires_grad=True)])
         like.load_state_dict(like.state_dict())  # the first call imports much, and others would wait
         self._performer = Performer(me, connect, build, self.training, limits)
+        self.training.script["steps= or check_every="] = [self.steps, self.check_every]
         if self._leaving:
             self._performer.leave()
         self._performer.join(self.training.committed)

@@ -44,7 +44,8 @@ class TrainedState:
         self.model = model
         self.optimizer = optimizer
         self.data = data
-        self._chosen = f"{hook!r} {graph} {buckets!r}"
+        self.script: dict[str, object] = {"hook=, graph= or buckets=": f"{hook!r} {graph} {buckets!r}"}
+        """What is the same on all members, by name."""
         self._parameters = list(model.parameters())
         self.registered: dict[str, Any] = {}
         self.committed = 0
@@ -75,13 +76,13 @@ class TrainedState:
 
     @property
     def _script(self) -> dict[str, object]:
-        """What a member that joins must have in common with the others before it takes part in their reductions, by name."""
+        """What a member that joins must have in common with the others before it takes part in their reductions."""
         names = {p: name for name, p in self.model.named_parameters()}
         stepped = [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
         model = fixed_hash(*((names[p], p.dtype, *p.shape) for p in self.replica.parameters))
         optimizer = fixed_hash(type(self.optimizer).__name__, stepped)
         data = None if self.data is None else self.data.facts
-        return {"model": model, "optimizer": optimizer, "hook=, graph= or buckets=": self._chosen, "data=": data}
+        return {**self.script, "model": model, "optimizer": optimizer, "data=": data}
 
     @property
     def remembers(self) -> bool:

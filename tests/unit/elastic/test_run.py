@@ -30,7 +30,15 @@ from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.state import load, pack, save, unpack
 from gradwire.elasticity.trainer import Limits
-from gradwire.errors import Evicted, ReplicasDiverged, SharedMemoryFull, TooFewMembers, UsageError, UsageTypeError
+from gradwire.errors import (
+    Evicted,
+    GroupError,
+    ReplicasDiverged,
+    SharedMemoryFull,
+    TooFewMembers,
+    UsageError,
+    UsageTypeError,
+)
 from gradwire.groups.threads_group import ThreadGroup
 from gradwire.policies import Graph
 from gradwire.testing.faults import KINDS, PLACES, Chaos, InjectedFault, inject
@@ -142,15 +150,20 @@ def test_a_process_that_comes_when_training_has_ended_does_nothing(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("_sigterm")
-@pytest.mark.parametrize("how", ["patience ends", "it is told to end", "all leave"])
-def test_too_few_members_raise_and_save_the_state(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["patience ends", "it is told to end", "all leave", "no hub"])
+def test_too_few_members_raise_and_save_the_state(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rescued"
+
+    def away(*_: Any) -> None:
+        raise GroupError("the hub is away")
 
     def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
         run.rescue = path
-        if place == "forward" and run.committed == 2 - (how == "all leave"):
-            if how == "all leave":
+        if place == "forward" and run.committed == 2 - (how in ("all leave", "no hub")):
+            if how in ("all leave", "no hub"):
                 run.leave()
+                if how == "no hub":
+                    monkeypatch.setattr(RunRecords, "publish", away)
             elif me == "b":
                 if how == "it is told to end":  # while it waits for others
                     threading.Timer(0.5, world.runs["a"].leave).start()
@@ -165,6 +178,7 @@ def test_too_few_members_raise_and_save_the_state(tmp_path: Path, how: str) -> N
         "patience ends": "are left, for 0.5 s",
         "it is told to end": "until it was told to end",
         "all leave": "nobody goes on",
+        "no hub": "until it was told to end",
     }
     assert reason[how] in str(error)
     assert error.__notes__ == [f"The state after step 2 is saved: gw.elastic(state='{path}')."]
