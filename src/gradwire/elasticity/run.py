@@ -23,7 +23,7 @@ from gradwire.elasticity.performer import Performer
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.run_steps import RunSteps
 from gradwire.elasticity.saved_states import Source, find_states
-from gradwire.elasticity.state import save
+from gradwire.elasticity.state import pack, save
 from gradwire.elasticity.trainer import Build, Limits
 from gradwire.elasticity.training import Training
 from gradwire.errors import GroupError, UsageError, UsageTypeError
@@ -211,6 +211,8 @@ class ElasticRun(RunSteps):
                 self._end_round()
             else:
                 self._vote(number)
+        if number == 0 and self.training.opened:
+            pack(self.training.state_dict(), [])  # else the first that joins would end one member after the other
         if not self.done and not performer.pending:
             self.training.open()
         return self.training.opened > number

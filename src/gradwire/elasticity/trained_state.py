@@ -81,8 +81,7 @@ class TrainedState:
         stepped = [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
         model = fixed_hash(*((names[p], p.dtype, *p.shape) for p in self.replica.parameters))
         optimizer = fixed_hash(type(self.optimizer).__name__, stepped)
-        data = None if self.data is None else self.data.facts
-        return {**self.script, "model": model, "optimizer": optimizer, "data=": data}
+        return {**self.script, "model": model, "optimizer": optimizer, "data=": self.data and self.data.facts}
 
     @property
     def remembers(self) -> bool:

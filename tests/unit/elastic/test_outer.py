@@ -257,7 +257,7 @@ def test_a_member_that_is_late_ends_the_round_with_the_step_that_it_is_in(dies_t
 def test_a_last_round_may_be_short_and_a_loop_of_ones_own_may_end_in_a_round(tmp_path: Path) -> None:
     class Own(Rounds):
         def train(self, me: str, run: ElasticRun, starters: int) -> None:
-            run.steps = 6 if self.options.pop("short", False) else None
+            run.steps = 6 if self.options["short"] else None
             limits = Limits(starters=starters, patience=30.0)
             run.start(me, lambda: RunRecords(self.records), lambda *view: self.build(*view), limits)
             for step in run:
