@@ -41,7 +41,7 @@ _PAUSE = 0.02
 _LOOK = 0.5
 """Seconds for which one look at the hub waits for news."""
 _AWAY, _CLOSE = 6.0, 1.0
-"""Seconds for which a member that is told to end waits for a hub that is away, and one that ends."""
+"""Seconds for which a member waits for a hub that is away, when training ends or it is told to end; and when it has ended."""
 
 
 class Performer:
@@ -216,6 +216,7 @@ class Performer:
 
     def end(self) -> None:
         """Training has ended on all members."""
+        self._records.hurry(_AWAY)
         with contextlib.suppress(GroupError):
             self._records.end(self.member.step)
 

@@ -133,11 +133,10 @@ class TrainedState:
                     here[key] = value.to(now.device, value.dtype if same else now.dtype, copy=True)
 
     def _travelling(self) -> dict[str, Any]:
-        state, hook = self.state_dict(), self.replica.hook
-        saved = state["hook"]
-        buffers = dict(self.model.named_buffers())  # also those that are not saved
-        mine = {"buffers": buffers, "owners": self._owners, "script": self._script}
-        return {**state, "hook": {**saved, "state": hook.shared(saved["state"]), "owed": {}}, **mine}
+        saved = (state := self.state_dict())["hook"]
+        mine = {"buffers": dict(self.model.named_buffers()), "owners": self._owners}  # also those that are not saved
+        shared = {**saved, "state": self.replica.hook.shared(saved["state"]), "owed": {}}
+        return {**state, "hook": shared, "script": self._script, **mine}
 
     def _rest(self) -> dict[str, Any]:
         return {name: part for name, part in self._travelling().items() if name not in AT_ONCE}
