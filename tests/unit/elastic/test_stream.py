@@ -232,8 +232,8 @@ def test_two_join_at_once(tmp_path: Path, held: threading.Event) -> None:
 def test_buffers_are_those_of_a_member_that_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two that join the first in rank order is still behind when the only other one dies."""
     monkeypatch.setattr(elastic_threads, "make_model", make_norms)
-    send, held = stream.send, {1: threading.Event(), 2: threading.Event()}
-    counts = list[int]()
+    send, held, counts = stream.send, {1: threading.Event(), 2: threading.Event()}, list[int]()
+    monkeypatch.setattr(stream, "ROOM", 60)  # the one that is held is not to stop the other
 
     def waits(group: Any, *args: Any, pause: Callable[[float], Any]) -> None:
         while not (held[1 if group.name.endswith("/state-1") else 2]).wait(0.01) and not pause(0.0):
