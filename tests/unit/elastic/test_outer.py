@@ -347,7 +347,7 @@ def test_members_that_change_in_the_first_round_keep_their_own_optimizers(tmp_pa
         if (place, run.training.opened) == ("forward", 5) and run.view.epoch == 0:
             if me == "b":
                 world.start("joiner")
-                wait_until(lambda: run.performer._lobby, "the joiner is in the lobby")
+                wait_until(lambda: run.performer._lobby and {world.runs[m].training.opened for m in "ac"} == {5}, "all")
                 raise Killed
             wait_until(lambda: run.performer.frozen, "b is lost")
         if place == "outer" and run.training.moved and me in "ac":
