@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "gradwire"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-CODE_LINES = 37_050
-PHYSICAL_LINES = 53_630
+CODE_LINES = 37_110
+PHYSICAL_LINES = 53_730
 SHARE_OF_TEXT = 0.28
-TEST_LINES = 57_150
+TEST_LINES = 57_180
 
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradwire.elasticity.deal import Deal
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.performer import Performer
 from gradwire.elasticity.stream import pairs
@@ -29,7 +28,6 @@ from gradwire.errors import GroupError, HookError
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook, Trait
 from gradwire.hooks.periodic.diloco import DiLoCo
-from gradwire.policies import Buckets, Graph
 from gradwire.recorder.format import RecordKind
 from gradwire.reducer.hook.outer_optimizer import OuterOptimizer
 
@@ -40,14 +38,7 @@ class OuterTraining(Training):
     retries = False
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        hook: CommHook | None,
-        data: Deal | None,
-        graph: Graph,
-        buckets: Buckets | None,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, hook: CommHook | None, **options: Any
     ) -> None:
         if not isinstance(hook, DiLoCo) or hook.fragments > 1 or not hook.equalizes:
             raise HookError(
@@ -74,7 +65,7 @@ class OuterTraining(Training):
         """Of one that sits the round out: the state of its hook."""
         self._waiting: list[tuple[int, int]] = []
         """Who has moved, and gives the state to which of them, at the end of the round."""
-        super().__init__(model, optimizer, hook=hook, data=data, graph=graph, buckets=buckets)
+        super().__init__(model, optimizer, hook=hook, **options)
         self.joins.allowed = False
         self.replica.state.warn_when_saved(None)
         self.replica.runner.attach_optimizer([], lambda: None)
@@ -151,7 +142,7 @@ class OuterTraining(Training):
         self.replica.reducer.events.step(RecordKind.STEP_COMMITTED, self.committed)
         self.committed += 1
         self.moved = self.ending = self.prepared = False
-        self.begun_from = []
+        self.begun_from, self._reduced = [], self.replica.reducer.steps
         self._begun, self._absent = self.outer.step, frozenset()
         self._deal(self._view)
 

@@ -40,6 +40,8 @@ _CHANGE = "the members of the run change"
 _PAUSE = 0.02
 _LOOK = 0.5
 """Seconds for which one look at the hub waits for news."""
+_AWAY, _CLOSE = 6.0, 1.0
+"""Seconds for which a member waits for a hub that is away, when training ends or it is told to end; and when it has ended."""
 
 
 class Performer:
@@ -89,6 +91,7 @@ class Performer:
     def leave(self) -> None:
         """Leave after the next step. May be called in a signal handler."""
         self.leaving = True
+        self._records.hurry(_AWAY)
 
     def join(self, step: int) -> None:
         """Wait in the lobby until there is a view with this process. `step` is where a run begins of which it is the first."""
@@ -184,7 +187,7 @@ class Performer:
     def _change_members(self) -> None:
         published, version, failed, deadline = -2, -1, 0, time.monotonic() + self._patience
         while self.member.phase is machine.MemberPhase.FROZEN:
-            epoch, hub, lobby = self.member.epoch, machine.HubState({}), None
+            epoch, hub, lobby, away = self.member.epoch, machine.HubState({}), None, False
             try:
                 if published != epoch:
                     for instruction in self.member.freeze()[1]:
@@ -192,7 +195,8 @@ class Performer:
                     published, version = epoch, -1
                 version, hub = self._records.look(epoch, after=version, wait=_LOOK)
                 lobby = None if self.member.holds else self._records.lobby(self.member.me)
-            except GroupError:  # the hub is away
+            except GroupError as error:
+                away, self._failure = True, error
                 time.sleep(_PAUSE)
             if lobby is not None and lobby.ended:
                 return self.come_too_late()
@@ -203,7 +207,7 @@ class Performer:
                 failed += 1
                 pause_after(failed, self.member.me, self._failure, self._patience)
             waits_for_joiners = not todo and not silent_members(self.member, hub)
-            late = time.monotonic() > deadline or (self.leaving and waits_for_joiners)
+            late = time.monotonic() > deadline or (self.leaving and (waits_for_joiners or away))
             if late and self.member.phase is machine.MemberPhase.FROZEN:
                 self._react(lambda member, hub=hub: member.give_up(hub))  # type: ignore[misc]
                 why = "until it was told to end" if self.leaving else f"for {self._patience:.3g} s"
@@ -212,12 +216,14 @@ class Performer:
 
     def end(self) -> None:
         """Training has ended on all members."""
+        self._records.hurry(_AWAY)
         with contextlib.suppress(GroupError):
             self._records.end(self.member.step)
 
     def close(self, timeout: float = 5.0) -> None:
         """Take no part any more."""
         self._closed.set()
+        self._records.hurry(_CLOSE)
         with contextlib.suppress(GroupError):
             self._records.mark(self.member.me, gone=True)
         self._records.close()

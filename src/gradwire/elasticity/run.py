@@ -23,7 +23,7 @@ from gradwire.elasticity.performer import Performer
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.run_steps import RunSteps
 from gradwire.elasticity.saved_states import Source, find_states
-from gradwire.elasticity.state import save
+from gradwire.elasticity.state import pack, save
 from gradwire.elasticity.trainer import Build, Limits
 from gradwire.elasticity.training import Training
 from gradwire.errors import GroupError, UsageError, UsageTypeError
@@ -83,6 +83,7 @@ class ElasticRun(RunSteps):
         like = torch.optim.SGD([torch.zeros(1, device="cpu", requires_grad=True)])
         like.load_state_dict(like.state_dict())  # the first call imports much, and others would wait
         self._performer = Performer(me, connect, build, self.training, limits)
+        self.training.script["steps= or check_every="] = [self.steps, self.check_every]
         if self._leaving:
             self._performer.leave()
         self._performer.join(self.training.committed)
@@ -210,6 +211,8 @@ class ElasticRun(RunSteps):
                 self._end_round()
             else:
                 self._vote(number)
+        if number == 0 and self.training.opened:
+            pack(self.training.state_dict(), [])  # else the first that joins would end one member after the other
         if not self.done and not performer.pending:
             self.training.open()
         return self.training.opened > number
@@ -233,6 +236,10 @@ class ElasticRun(RunSteps):
         """Everything that a run needs to go on from the last committed step, but what other ranks owe: pass it, or a list of those
         of all, to `gw.elastic(state=...)`. All but the model's is JSON and tensors, which any checkpoint keeps as they are."""
         self._know()
+        if self.training.averaged:
+            raise UsageError(
+                f"the state in step {self.training.opened}: what hooks owe and buffers have changed. Save it after commit()."
+            )
         if self.committed < self.training.opened and self.group.size > 1:
             raise UsageError(
                 f"the state after step {self.training.opened}: in a round of {self.training.replica.hook!r} members differ. "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.elasticity.deal import fixed_hash
+from gradwire.elasticity.deal import Deal, fixed_hash
 from gradwire.elasticity.state import checksum
 from gradwire.errors import UsageError
 from gradwire.groups.base import Group
@@ -20,7 +20,7 @@ from gradwire.parallel.divergence import DivergenceSchedule, digest
 from gradwire.parallel.replicate import replicate
 from gradwire.policies import Buckets, Buffers, Graph, NonFinite
 
-AT_ONCE = ("hook", "owners")
+AT_ONCE = ("hook", "owners", "script")
 """What a member needs of the state to take part in a step."""
 
 
@@ -33,11 +33,19 @@ class TrainedState:
         optimizer: torch.optim.Optimizer,
         *,
         hook: CommHook | None,
+        data: Deal | None,
         graph: Graph,
         buckets: Buckets | None,
     ) -> None:
+        if data is not None and hook is not None and Trait.WEIGHS in hook.traits:
+            raise UsageError(
+                f"gw.elastic(hook={hook!r}): slots are of one size, and their sum is divided by their number. Use mean() instead."
+            )
         self.model = model
         self.optimizer = optimizer
+        self.data = data
+        self.script: dict[str, object] = {"hook=, graph= or buckets=": f"{hook!r} {graph} {buckets!r}"}
+        """What is the same on all members, by name."""
         self._parameters = list(model.parameters())
         self.registered: dict[str, Any] = {}
         self.committed = 0
@@ -65,6 +73,15 @@ class TrainedState:
         """Of the bits of all parameters. On the CPU a checksum takes a quarter of the time or less."""
         of = lambda p: checksum(p) if p.device.type == "cpu" else int(digest(p))  # noqa: E731
         return fixed_hash(*((p.dtype, *p.shape, of(p)) for p in self.replica.parameters))
+
+    @property
+    def _script(self) -> dict[str, object]:
+        """What a member that joins must have in common with the others before it takes part in their reductions."""
+        names = {p: name for name, p in self.model.named_parameters()}
+        stepped = [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
+        model = fixed_hash(*((names[p], p.dtype, *p.shape) for p in self.replica.parameters))
+        optimizer = fixed_hash(type(self.optimizer).__name__, stepped)
+        return {**self.script, "model": model, "optimizer": optimizer, "data=": self.data and self.data.facts}
 
     @property
     def remembers(self) -> bool:
@@ -116,15 +133,21 @@ class TrainedState:
                     here[key] = value.to(now.device, value.dtype if same else now.dtype, copy=True)
 
     def _travelling(self) -> dict[str, Any]:
-        state, hook = self.state_dict(), self.replica.hook
-        saved = state["hook"]
+        saved = (state := self.state_dict())["hook"]
         mine = {"buffers": dict(self.model.named_buffers()), "owners": self._owners}  # also those that are not saved
-        return {**state, "hook": {**saved, "state": hook.shared(saved["state"]), "owed": {}}, **mine}
+        shared = {**saved, "state": self.replica.hook.shared(saved["state"]), "owed": {}}
+        return {**state, "hook": shared, "script": self._script, **mine}
 
     def _rest(self) -> dict[str, Any]:
         return {name: part for name, part in self._travelling().items() if name not in AT_ONCE}
 
     def _arrive(self, state: Mapping[str, Any]) -> None:
+        theirs = state.get("script", mine := self._script)
+        if wrong := [name for name, value in mine.items() if value != theirs[name]]:
+            raise UsageError(
+                f"gw.elastic(): the others train with another {', '.join(wrong)} than this process, which cannot join them. "
+                "Start the script that they have, with the same data."
+            )
         self._owners = state.get("owners", self._owners)
         if "model" not in state:
             return self._load_hook(state["hook"])

@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.elasticity.deal import Deal
 from gradwire.elasticity.device_vote import mark, wait_for
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.saved_states import SavedState
 from gradwire.elasticity.stream import Joins
 from gradwire.elasticity.trained_state import TrainedState
 from gradwire.errors import UsageError
-from gradwire.hooks.base import CommHook
-from gradwire.policies import Buckets, Graph
+from gradwire.policies import Graph
 from gradwire.recorder.format import RecordKind
 from gradwire.reducer.checks.attached_optimizers import FoundInfOverride, allocates_momentum, can_skip_step
 from gradwire.reducer.hook.hook_states import StepFork
@@ -45,18 +43,8 @@ class _Averaged:
 class TrainingSteps(TrainedState):
     """See Note [A step that may be lost]."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        hook: CommHook | None,
-        data: Deal | None,
-        graph: Graph,
-        buckets: Buckets | None,
-    ) -> None:
-        super().__init__(model, optimizer, hook=hook, graph=graph, buckets=buckets)
-        self.data = data
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+        super().__init__(model, optimizer, **options)
         self.update: Callable[[], object] = optimizer.step
         """What a commit does with the averages."""
         self.slots: list[int] = []
@@ -77,7 +65,7 @@ class TrainingSteps(TrainedState):
         """The norm of what each member owed, and in which step."""
         self._updating = False
         self.joins = Joins(self.replica, self._rest, self._arrive, self._update)
-        self.joins.allowed = data is not None
+        self.joins.allowed = self.data is not None
         self._step_hook = optimizer.register_step_pre_hook(self._before_update)
 
     def warm_up(self, compute: Callable[[], object]) -> None:
@@ -212,6 +200,7 @@ class TrainingSteps(TrainedState):
 
     def _end(self) -> StepFork | None:
         fork, self._fork, self._later = self._fork, None, []
+        self._reduced = self.replica.reducer.steps
         self.replica.reducer.abandon("the step has ended")
         self._clear_gradients()
         return fork

@@ -78,12 +78,7 @@ def elastic(
         run.training.joins.allowed &= kind != "nccl"  # which has no group of two for tensors of the host
         run.register(**(register or {}))
         _check_quorum(quorum, run)
-        if rescue is not None:
-            safetensors()
-            if not Path(rescue).absolute().parent.is_dir():
-                raise UsageError(
-                    f"gw.elastic(rescue={os.fspath(rescue)!r}): there is no such directory. Make it before."
-                )
+        _check_rescue(rescue)
         if state is not None:
             run.load_state_dict(state)
         groups = ViewGroups(kind, timeout=timeout, **shared_memory_options(environ))
@@ -116,6 +111,13 @@ def _check_quorum(quorum: int | None, run: ElasticRun) -> None:
             f"gw.elastic(quorum={quorum}, hook={run.training.replica.hook!r}): it is a number of members, at least one, at the "
             "end of a round, and only hooks such as diloco() have rounds. Leave it out."
         )
+
+
+def _check_rescue(path: str | os.PathLike[str] | None) -> None:
+    if path is not None:
+        safetensors()
+        if not Path(path).absolute().parent.is_dir():
+            raise UsageError(f"gw.elastic(rescue={os.fspath(path)!r}): there is no such directory. Make it before.")
 
 
 def _leave(run: ElasticRun, process: int, number: int, _: object) -> None:

@@ -240,9 +240,10 @@ def test_one_that_joins_begins_with_a_round(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dies_too", [False, True])
 def test_a_member_that_is_late_ends_the_round_with_the_step_that_it_is_in(dies_too: bool, tmp_path: Path) -> None:
     def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
-        if me == "b" and place == "vote" and run.training.opened == 5:
-            wait_until(lambda: run.performer.quorum.late(1), "the others have waited for b")
-        if me == "d" and place == "outer" and run.training.opened == 8 and dies_too:
+        dies = dies_too and (me, place, run.training.opened) == ("d", "outer", 8)
+        if dies or (me, place, run.training.opened) == ("b", "vote", 5):
+            wait_until(lambda: world.runs["b"].performer.quorum.late(1), "the others have waited for b")
+        if dies:
             raise Killed
 
     world = Rounds(tmp_path, fault=fault, quorum=2)
@@ -257,7 +258,7 @@ def test_a_member_that_is_late_ends_the_round_with_the_step_that_it_is_in(dies_t
 def test_a_last_round_may_be_short_and_a_loop_of_ones_own_may_end_in_a_round(tmp_path: Path) -> None:
     class Own(Rounds):
         def train(self, me: str, run: ElasticRun, starters: int) -> None:
-            run.steps = 6 if self.options.pop("short", False) else None
+            run.steps = 6 if self.options["short"] else None
             limits = Limits(starters=starters, patience=30.0)
             run.start(me, lambda: RunRecords(self.records), lambda *view: self.build(*view), limits)
             for step in run:
@@ -347,10 +348,7 @@ def test_members_that_change_in_the_first_round_keep_their_own_optimizers(tmp_pa
         if (place, run.training.opened) == ("forward", 5) and run.view.epoch == 0:
             if me == "b":
                 world.start("joiner")
-                others = [world.runs[one].training for one in "ac"]
-                wait_until(
-                    lambda: run.performer._lobby and all(one.moved for one in others), "a joiner, and others that moved"
-                )
+                wait_until(lambda: run.performer._lobby and {world.runs[m].training.opened for m in "ac"} == {5}, "all")
                 raise Killed
             wait_until(lambda: run.performer.frozen, "b is lost")
         if place == "outer" and run.training.moved and me in "ac":

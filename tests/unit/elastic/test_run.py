@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,7 +32,15 @@ from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.state import load, pack, save, unpack
 from gradwire.elasticity.trainer import Limits
-from gradwire.errors import Evicted, ReplicasDiverged, SharedMemoryFull, TooFewMembers, UsageError, UsageTypeError
+from gradwire.errors import (
+    Evicted,
+    GroupError,
+    ReplicasDiverged,
+    SharedMemoryFull,
+    TooFewMembers,
+    UsageError,
+    UsageTypeError,
+)
 from gradwire.groups.threads_group import ThreadGroup
 from gradwire.policies import Graph
 from gradwire.testing.faults import KINDS, PLACES, Chaos, InjectedFault, inject
@@ -167,15 +176,17 @@ def test_a_process_that_comes_when_training_has_ended_does_nothing(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("_sigterm")
-@pytest.mark.parametrize("how", ["patience ends", "it is told to end", "all leave"])
-def test_too_few_members_raise_and_save_the_state(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["patience ends", "it is told to end", "all leave", "no hub"])
+def test_too_few_members_raise_and_save_the_state(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rescued"
 
     def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
         run.rescue = path
-        if place == "forward" and run.committed == 2 - (how == "all leave"):
-            if how == "all leave":
+        if place == "forward" and run.committed == 2 - (how in ("all leave", "no hub")):
+            if how in ("all leave", "no hub"):
                 run.leave()
+                if how == "no hub":
+                    monkeypatch.setattr(RunRecords, "publish", Mock(side_effect=GroupError("the hub is away")))
             elif me == "b":
                 if how == "it is told to end":  # while it waits for others
                     threading.Timer(0.5, world.runs["a"].leave).start()
@@ -188,10 +199,9 @@ def test_too_few_members_raise_and_save_the_state(tmp_path: Path, how: str) -> N
     assert isinstance(error := world.errors["a"], TooFewMembers)
     reason = {
         "patience ends": "are left, for 0.5 s",
-        "it is told to end": "until it was told to end",
         "all leave": "nobody goes on",
     }
-    assert reason[how] in str(error)
+    assert reason.get(how, "until it was told to end") in str(error)
     assert error.__notes__ == [f"The state after step 2 is saved: gw.elastic(state='{path}')."]
     model, optimizer = make_model(9)
     with gw.elastic(model, optimizer, data=deal(), steps=STEPS, state=path) as run:
@@ -525,12 +535,18 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
                 pass
     with running_alone(tmp_path) as run, pytest.raises(UsageError, match="the run has no data"):
         list(next(iter(run)))
+    with running_alone(tmp_path) as run, pytest.raises(UsageTypeError, match="is a set, which cannot travel"):
+        run.optimizer.param_groups[0]["seen"] = {1}
+        run.model(DATA[0][0][None]).sum().backward()
+        run.step()
     model, optimizer = make_model()
     for wrong in ({"model": "m"}, {"optimizer": None}, {"data": DATA}):
         with pytest.raises(UsageTypeError, match=r"gw\.elastic\("):
             ElasticRun(**{"model": model, "optimizer": optimizer, **wrong})  # type: ignore[arg-type]
     with pytest.raises(UsageTypeError, match="no state_dict"):
         ElasticRun(model, optimizer).register(step=3)
+    with pytest.raises(UsageError, match="Use mean\\(\\) instead"):
+        ElasticRun(model, optimizer, data=deal(), hook=hooks.weighted_mean())
     with pytest.raises(UsageError, match="have not seen the graph"):
         ElasticRun(model, optimizer, graph=Graph.STATIC)
     with pytest.raises(UsageError, match="2 parameters that are not the model's"):
@@ -543,6 +559,8 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
         (step,) = itertools.islice(run, 1)
         for x, _ in list(step):  # all are handed out before the first backward
             run.model(x).sum().backward()
+        with pytest.raises(UsageError, match="Save it after commit"):
+            run.state_dict()
         with pytest.raises(UsageError, match="averaged 8 times"):
             step.commit()
         run.close()

@@ -231,8 +231,8 @@ def test_two_join_at_once(tmp_path: Path, held: threading.Event) -> None:
 def test_buffers_are_those_of_a_member_that_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two that join the first in rank order is still behind when the only other one dies."""
     monkeypatch.setattr(elastic_threads, "make_model", make_norms)
-    send, held = stream.send, {1: threading.Event(), 2: threading.Event()}
-    counts = list[int]()
+    send, held, counts = stream.send, {1: threading.Event(), 2: threading.Event()}, list[int]()
+    monkeypatch.setattr(stream, "ROOM", 60)  # the one that is held is not to stop the other
 
     def waits(group: Any, *args: Any, pause: Callable[[float], Any]) -> None:
         while not (held[1 if group.name.endswith("/state-1") else 2]).wait(0.01) and not pause(0.0):
@@ -273,6 +273,36 @@ def test_members_leave_while_a_state_is_sent(leavers: str, tmp_path: Path, held:
     world.join(dead=leavers)
     assert {name for name, run in world.runs.items() if run.left} == {*leavers.split()}
     assert ("joiner" in world.results) == (leavers != "joiner")
+
+
+@pytest.mark.parametrize("large", [0, 2**22])
+@pytest.mark.parametrize("what", ["model", "data=", "hook=", "optimizer", "steps="])
+def test_one_that_trains_something_else_ends_alone(
+    what: str, large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "LARGE", large)
+
+    class Another(Streams):
+        def live(self, me: str, starters: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            if me == "joiner" and what == "hook=":
+                self.hook = hooks.sign
+            if me == "joiner" and what in ("model", "optimizer"):
+                model = nn.Linear(4, 1).double() if what == "model" else model
+                optimizer = torch.optim.SGD(model.parameters())
+            super().live(me, starters, model, optimizer)
+
+        def prepare(self, me: str, run: ElasticRun) -> None:
+            super().prepare(me, run)
+            run.steps = 50 if me == "joiner" and what == "steps=" else 60
+            if me == "joiner" and what == "data=" and run.data is not None:
+                run.data.dataset = elastic_threads.DATA[:-1]
+
+    world = Another(tmp_path)
+    for me in "ab":
+        world.start(me, 2)
+    world.join(expected=False)
+    assert f"the others train with another {what}" in str(world.errors.pop("joiner"))
+    assert (world.errors, world.results.keys()) == ({}, {"a", "b"})
 
 
 def test_nobody_has_the_state_any_more(tmp_path: Path, held: threading.Event) -> None:
