@@ -24,6 +24,11 @@ class Parser(argparse.ArgumentParser):
         action.option_strings = [name for name in action.option_strings if name not in others]
         return action
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """The options that this may be short for: two spellings of one are no two options."""
+        found: list[Any] = super()._get_option_tuples(option_string)
+        return list({id(one[0]): one for one in found}.values())
+
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where the options are listed, and exit with code 2."""
         self.exit(2, f"{self.prog}: error: {message.rstrip('.')}. See {self.prog} --help.\n")

@@ -208,7 +208,8 @@ class TorchSurface:
         """The name of each of `parameters` by its index. A parameter with two names gets the last."""
         place = {id(p): i for i, p in enumerate(parameters)}
         names: dict[int, str] = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+        parts = self.module.named_modules()  # each once, as for `ignore`
+        for name, parameter in (one for prefix, part in parts for one in part.named_parameters(prefix, recurse=False)):
             if name in self.parameters_to_ignore or not parameter.requires_grad:
                 continue
             if id(parameter) not in place:

@@ -41,7 +41,8 @@ OWN = {Phase.DATA: 20, Phase.FORWARD: 20, Phase.BACKWARD: 40, Phase.OPTIMIZER: 1
 
 
 def test_a_step_goes_from_end_to_end(step):
-    times = step_times([*step(0, 0), *step(1, 100), *step(2, 200)])
+    records = [*step(0, 0), *step(1, 100), *step(2, 200)]
+    times = step_times(one._replace(number=99 * n) for n, one in enumerate(records))  # between those of other threads
     assert [(one.step, one.start, one.end) for one in times] == [(1, 90, 190), (2, 190, 290)]
     for one in times:
         assert one.phases == OWN

@@ -184,10 +184,14 @@ class StepFolder:
         self._begin(None)
 
     def add(self, record: Record) -> None:
-        """Take a record into account."""
+        """Take the next record of a ring into account."""
         if record.number - self._number > MANY_LOST:
             self._forget_unfinished()
         self._number = record.number
+        self.fold(record)
+
+    def fold(self, record: Record) -> None:
+        """Take a record into account, also if those before it in the ring are of other threads."""
         kind, time = record.kind, record.time
         if kind is RecordKind.COLLECTIVE_SUBMITTED:
             self._pending[record.operation] = None
@@ -280,7 +284,7 @@ def step_times(records: Iterable[Record]) -> list[StepTimes]:
     """The times of all steps in `records`, which are of one rank, in the order in which they were written."""
     folder = StepFolder(kept=1 << 20)
     for record in records:
-        folder.add(record)
+        folder.fold(record)
     return list(folder.steps)
 
 
