@@ -71,11 +71,13 @@ class TrainingSteps(TrainedState):
     def warm_up(self, compute: Callable[[], object]) -> None:
         """Call it, and drop what it has computed: what compiles in it does so before others wait for this member."""
         buffers = self.replica.state.copied_buffers()
-        with self.replica.no_sync():
-            compute()
-        self.replica.reducer.abandon("it was a warm-up")
-        self._clear_gradients()
-        self.replica.state.restore_buffers(buffers)
+        try:
+            with self.replica.no_sync():
+                compute()
+        finally:
+            self.replica.reducer.abandon("it was a warm-up")
+            self._clear_gradients()
+            self.replica.state.restore_buffers(buffers)
 
     def open(self) -> None:
         """See Note [A step that may be lost]."""
