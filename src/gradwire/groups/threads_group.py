@@ -52,7 +52,7 @@ class ThreadGroup(Group):
         """
         if size < 1:
             raise errors.UsageError(f"ThreadGroup.world({size}): a world has at least one rank.")
-        return _ThreadWorld(size, name, timeout).groups
+        return _ThreadWorld(size, name, timeout, cls).groups
 
     def submit(self, op: Collective) -> Work:
         """Join the operation; the last rank to join carries it out before it returns."""
@@ -96,7 +96,7 @@ class ThreadGroup(Group):
 class _ThreadWorld:
     """Where the ranks of one world meet. All state is under one lock; data moves outside it."""
 
-    def __init__(self, size: int, name: str, timeout: float) -> None:
+    def __init__(self, size: int, name: str, timeout: float, kind: type[ThreadGroup] = ThreadGroup) -> None:
         self.size = size
         self.name = name
         self.timeout = timeout
@@ -110,7 +110,7 @@ class _ThreadWorld:
         self._recovering: set[int] = set()
         self._recoveries = 0
         self._all_recovering = threading.Condition(self._lock)
-        self.groups = [ThreadGroup(rank, self) for rank in range(size)]
+        self.groups = [kind(rank, self) for rank in range(size)]
 
     def subtable(self, name: str, size: int) -> _ThreadWorld:
         with self._lock:

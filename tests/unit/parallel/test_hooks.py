@@ -20,6 +20,7 @@ from gradwire.groups import Group, Recording, ThreadGroup
 from gradwire.hooks import BucketSpec, CommHook, GradBucket, Reduced, Reduction, Turn, cast, chain, mean
 from gradwire.parallel import DistributedDataParallel as DDP, replicate
 from gradwire.policies import Buckets, ScaleCheck
+from gradwire.reducer.hook.torch_hooks import check_torch_hook
 from gradwire.testing import run_ranks
 from helpers.comm_hooks import CountsSteps, Scripted
 from helpers.futures import done
@@ -181,7 +182,9 @@ def test_annotations_of_the_other_kind_are_seen_too(ddp: DDP) -> None:
     """This module's annotations are text; a module without the future import has the objects."""
 
     def hook(state, bucket): ...
+    def keyword_only(*state_and_bucket, scale: float = 1.0): ...
 
+    check_torch_hook(keyword_only)
     hook.__annotations__ = {"bucket": int}
     with pytest.raises(ValueError, match="bucket annotation"):
         ddp.register_comm_hook(None, hook)

@@ -41,7 +41,8 @@ def check_torch_hook(hook: Any) -> None:
         return  # a callable in C has none; what it returns is checked anyway
     except Exception:  # whatever evaluating an annotation may raise: a name that only a type checker imports, say
         signature = inspect.signature(hook)
-    named = signature.parameters.get("bucket") or [*signature.parameters.values(), None, None][1]
+    positional = [p for p in signature.parameters.values() if p.kind <= p.VAR_POSITIONAL]
+    named = signature.parameters.get("bucket") or [*positional, None, None][1]
     annotation = inspect.Parameter.empty if named is None else named.annotation
     if annotation not in (inspect.Parameter.empty, TorchGradBucket, GradBucket, Any, object) and not (
         isinstance(annotation, str) and annotation.rpartition(".")[2] in ("GradBucket", "Any")
