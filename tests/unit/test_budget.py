@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "gradwire"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-CODE_LINES = 37_110
+CODE_LINES = 37_120
 PHYSICAL_LINES = 53_730
 SHARE_OF_TEXT = 0.28
 TEST_LINES = 57_180
