@@ -272,6 +272,7 @@ shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1
 @example(
     Chain(("cast to bfloat16", "random_k"), "quantize 2, stochastic", feedback=False), [(0,), (), (9, 6), ()], 5, 613
 )  # slow
+@example(Chain((), "after", feedback=True), [(), (), ()], 5, 998)  # ranks owe almost the opposite
 def test_random_chains_on_random_buckets_obey_the_laws(
     chain: Chain, shapes: list[tuple[int, ...]], ranks: int, seed: int
 ) -> None:

@@ -17,7 +17,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 CODE_LINES = 37_120
 PHYSICAL_LINES = 53_730
 SHARE_OF_TEXT = 0.28
-TEST_LINES = 57_180
+TEST_LINES = 57_190
 
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,

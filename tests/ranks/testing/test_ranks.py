@@ -364,7 +364,8 @@ def test_a_leak_on_a_rank_is_a_failure_and_its_process_is_replaced() -> None:
     before = run_ranks(my_pid, 2, kind="gloo")
     with pytest.raises(InternalError, match=r"rank 1 left behind.*thread 'leaky' \(daemon\)") as caught:
         run_ranks(leak_on_rank_one, 2, kind="gloo")
-    assert caught.value.story == ("thread 'leaky' (daemon)",)
+    ours = [one for one in caught.value.story if "/sem." not in one]  # made and removed by another test just now
+    assert ours == ["thread 'leaky' (daemon)"]
     after = run_ranks(my_pid, 2, kind="gloo")
     assert before[1] not in after
     assert before[0] in after

@@ -221,8 +221,8 @@ class SharedMemoryEngine:
             spins, states = 0, self.board.states.tolist()
             if states != self._all_here:
                 self._check_states()
-            if (dead := self.diagnosis.death(self.waiting())) is not None:
-                self._fail(dead)
+            if (dead := self.diagnosis.death(self.waiting())) is not None and not self._advance():
+                self._fail(dead)  # what it signaled before it died has been seen
             if until is not None and time.perf_counter() >= until.deadline:
                 until.ledger.expire(until)
                 continue
