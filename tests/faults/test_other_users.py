@@ -24,7 +24,7 @@ from gradwire.errors import GroupError
 from gradwire.groups import Group, MPIGroup
 from gradwire.groups.store.rendezvous import host_store
 from gradwire.observe.hangs.analysis import Cause, Suspect
-from gradwire.observe.hangs.gradient_questions import GradientAnswers, ask, read_answers
+from gradwire.observe.hangs.gradient_questions import answer_questions, ask, read_answers
 from gradwire.observe.hangs.hang_report import saved_hangs
 from gradwire.observe.hangs.hang_watch import HangWatch
 from gradwire.observe.rings.run_follower import RunFollower
@@ -475,13 +475,10 @@ class TestPlantedLinks:
 
     def test_the_answer_to_a_question(self, planted: Path) -> None:
         path = planted / "rank-0.awaited"
-        answers = GradientAnswers(path)
-        try:
+        with answer_questions(path) as how:
             since = time.monotonic_ns()
-            assert ask({"pid": os.getpid()}, answers.facts)
+            assert ask({"pid": os.getpid()}, how)
             assert read_answers({0: path}, since=since, within=60) == {0: []}
-        finally:
-            answers.remove()
 
     def test_a_recorder(self, planted: Path) -> None:
         observe.start(planted, rank=0, size=1)

@@ -71,7 +71,7 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
         lines += [f"warning: {directory / name}: {what}" for name, what in ranks.damage.items()]
         merged = merge_warnings((r.rank, r.header, r.warnings) for r in ranks.ranks.values())
         lines += [f"warning: {warning}" for warning in fold_repeated(merged)]
-        lines += describe(stragglers_over_time({rank.rank: rank.folder.steps for rank in ranks.local_ranks}))
+        lines += describe(stragglers_over_time(ranks.steps))
         reports = saved_hangs(directory) if ranks.is_over else []
         waiting, outcome = watch.waiting, ranks.outcome
         if reports:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from gradwire.cli.arguments import add_run, run_directory
 from gradwire.errors import UsageError
-from gradwire.observe.report.compare import compare_text
-from gradwire.observe.report.render import render_page, render_text
+from gradwire.observe.report.render import compare_text, render_page, render_text
 from gradwire.observe.report.report_model import RunReport, load_report
 from gradwire.observe.units import plural
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import UsageError
-from gradwire.observe.hangs.gradient_questions import SUBJECT, SUFFIX, GradientAnswers
+from gradwire.observe.hangs.gradient_questions import SUBJECT, SUFFIX, answer_questions
 from gradwire.observe.hangs.hang_watch import report_for_error
-from gradwire.observe.hangs.stacks import StackFile, libraries
+from gradwire.observe.hangs.stacks import libraries, write_stacks
 from gradwire.observe.rings.ring import RingFile, state_of_writer
 from gradwire.recorder import writer
 from gradwire.recorder.format import HEADER, PAGE, RecordKind
@@ -74,10 +74,9 @@ def start(
         _record_torch_ddp(rank)
         try:
             if threading.current_thread() is threading.main_thread():
-                _effects.callback(StackFile(path.with_suffix(".stacks")).close)
-            answers = GradientAnswers(path.with_suffix(SUFFIX))
-            _effects.callback(answers.remove)
-            recorder.describe(SUBJECT, answers.facts)
+                _effects.enter_context(write_stacks(path.with_suffix(".stacks")))
+            how = _effects.enter_context(answer_questions(path.with_suffix(SUFFIX)))
+            recorder.describe(SUBJECT, how)
         except (OSError, RuntimeError) as error:  # no descriptors or threads left; records are worth something without
             _warn(directory, f"stacks and awaited gradients are not recorded: {error}")
         recorder.describe("system", _system())

@@ -6,11 +6,11 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradwire.errors import UsageError
 from gradwire.observe.hangs.analysis import find_waiting
@@ -120,39 +120,31 @@ class RunStatus(StepFigures):
         return sum(rank.condition is not Condition.ABSENT for rank in self.ranks)
 
 
-class RankFacts(NamedTuple):
-    """What is known of a rank, before it is compared with the others."""
-
-    steps: Sequence[StepTimes]
-    state: ProcessState
-    step: int
-    doing: str = ""
-
-
 def run_status(
-    facts: Mapping[int, RankFacts],
+    known: Iterable[RankStatus],
+    steps: Mapping[int, Sequence[StepTimes]],
     *,
     size: int,
     now: int,
     since: int | None = None,
-    slow: frozenset[int] = frozenset(),
-    warning: str = "",
 ) -> RunStatus:
-    """The status of a run of `size` ranks at `now`, from the steps that ended after `since`, or from the last 20. Times are in
-    nanoseconds on the clock of the ranks. `slow` are the stragglers, `warning` the last warning."""
+    """The status of a run of `size` ranks at `now`: what is `known` of ranks, with figures from their `steps` that ended after
+    `since`, or from the last 20. Times are in nanoseconds on the clock of the ranks."""
+    recorded = {one.rank: one for one in known}
     chosen = {
-        rank: list(one.steps)[-_STEPS:] if since is None else [step for step in one.steps if step.end > since]
-        for rank, one in facts.items()
+        rank: list(row)[-_STEPS:] if since is None else [step for step in row if step.end > since]
+        for rank, row in steps.items()
     }
-    late, last = _lateness({rank: steps for rank, steps in chosen.items() if steps})
+    chosen = {rank: row for rank, row in chosen.items() if row}
+    late, last = _lateness(chosen)
     ranks = tuple(
-        _rank_status(rank, facts.get(rank), chosen.get(rank, []), late.get(rank, 0.0), rank in slow)
-        for rank in range(max([size, *(rank + 1 for rank in facts)]))
+        replace(recorded.get(rank, RankStatus(rank)), late=late.get(rank, 0.0), **_means(chosen.get(rank, ())))
+        for rank in range(max([size, *(rank + 1 for rank in recorded)]))
     )
     timed = [rank for rank in ranks if rank.seconds]
     medians: dict[str, Any] = {name: median(getattr(rank, name) for rank in timed) for name in _FIGURES if timed}
-    ends = [one.steps[-1].end for one in facts.values() if one.steps]
-    seconds = {rank: sum(one.seconds for one in steps) for rank, steps in chosen.items() if steps}
+    ends = [row[-1].end for row in steps.values() if row]
+    seconds = {rank: sum(one.seconds for one in row) for rank, row in chosen.items()}
     return RunStatus(
         ranks,
         step=max((rank.step for rank in ranks), default=-1),
@@ -161,20 +153,12 @@ def run_status(
         samples_per_second=sum(sum(one.samples for one in chosen[rank]) / time for rank, time in seconds.items()),
         idle=(now - max(ends)) / 1e9 if ends else 0.0,
         slowest=None if last is None or ranks[last].late < _NOTICEABLE * ranks[last].seconds else ranks[last],
-        warning=warning,
     )
 
 
-def _rank_status(
-    rank: int, facts: RankFacts | None, steps: Sequence[StepTimes], late: float, is_slow: bool
-) -> RankStatus:
-    if facts is None:
-        return RankStatus(rank)
-    ended = {ProcessState.GONE: Condition.ENDED, ProcessState.STOPPED: Condition.STOPPED}
-    condition = ended.get(facts.state, Condition.RUNS if facts.steps else Condition.STARTING)
+def _means(steps: Sequence[StepTimes]) -> dict[str, Any]:
     means: dict[str, Any] = {name: fmean(getattr(one, name) for one in steps) for name in _FIGURES if steps}
-    means["has_communication"] = not any(one.backward_waits for one in steps)
-    return RankStatus(rank, condition, late, facts.doing, is_slow, step=facts.step, **means)
+    return {**means, "has_communication": not any(one.backward_waits for one in steps)}
 
 
 def _lateness(chosen: Mapping[int, Sequence[StepTimes]]) -> tuple[dict[int, float], int | None]:
@@ -244,18 +228,11 @@ class RunMonitor:
         self._size = size
         self._stats = stats
         self._since = time.monotonic()
-        self._next_look = self._since
-        self._works = True
+        self.next_look = self._since
+        """When `check_if_due` looks again, on the monotonic clock."""
         self._epoch = -1
         self._warning: tuple[float, str] = (0.0, "")
         self._last_line = self._warned = ""
-
-    @property
-    def next_look(self) -> float:
-        """When `check_if_due` looks again, on the monotonic clock."""
-        if not self._works:
-            return math.inf
-        return self._next_look if self._stats is None else min(self._next_look, self._since + self._stats)
 
     def is_due(self) -> bool:
         """Whether it is time to look again."""
@@ -268,23 +245,23 @@ class RunMonitor:
         try:
             return self.check()
         except Exception as error:
-            self._works = False
+            self.next_look = math.inf
             return [f"the run is not watched any more: {type(error).__name__}: {error}"]
 
     def check(self) -> list[str]:
         """Look, and return the lines to print: stragglers, and figures if their interval is over."""
         now = time.monotonic()
-        self._next_look = now + PERIOD
         self.run.look()
         if (epoch := max((view.epoch for view in self.run.views), default=-1)) != self._epoch:
             self._epoch, self.stragglers = epoch, StragglerWatch()  # ranks have other numbers
-        lines = self.stragglers.check({rank.rank: rank.folder.steps for rank in self.run.local_ranks}, now)
+        lines = self.stragglers.check(self.run.steps, now)
         self.note(lines)
         if self._stats is not None and now >= self._since + self._stats:
             status = self.status(since=int(self._since * 1e9))
             if status.seconds or not self._is_ending():
                 lines = [*lines, *self.figures(status)]
             self._since = now
+        self.next_look = min(now + PERIOD, self._since + (self._stats or math.inf))
         return lines
 
     def at_end(self) -> list[str]:
@@ -311,7 +288,7 @@ class RunMonitor:
     def look_back(self) -> None:
         """Look once at a run that was not watched so far: what its last steps show need not be confirmed."""
         self.run.look()
-        self.stragglers.current = slow_ranks({rank.rank: rank.folder.steps for rank in self.run.local_ranks})
+        self.stragglers.current = slow_ranks(self.run.steps)
         self.note(describe(self.stragglers.current))
 
     def note(self, lines: Sequence[str]) -> None:
@@ -323,21 +300,17 @@ class RunMonitor:
         """As of the last look; from the steps that ended after `since`, in nanoseconds on the monotonic clock, or the last 20."""
         now = time.monotonic_ns()
         local = self.run.local_ranks
-        states = {rank.rank: self.run.state(rank) for rank in local}
-        if ProcessState.GONE in states.values():
+        states = [self.run.state(rank) for rank in local]
+        if ProcessState.GONE in states:
             self.run.read_descriptions()  # whether it has stopped its recorder
-        facts = {
-            rank.rank: RankFacts(rank.folder.steps, states[rank.rank], rank.step, _doing(rank, states[rank.rank], now))
-            for rank in local
-        }
+        slow = {one.rank for one in self.stragglers.current}
+        known = [_rank_status(rank, state, now, slow) for rank, state in zip(local, states)]
         size, views = max([self._size, *(int(rank.header["size"]) for rank in local)]), self.run.views
         if views:
             size = len(views[-1].members)
-        slow = frozenset(one.rank for one in self.stragglers.current)
         waiting = find_waiting(local, now, deadline=_LONG_WAIT)
-        status = run_status(facts, size=size, now=now, since=since, slow=slow, warning=self._last_warning())
-        if waiting is not None:
-            status = replace(status, missing=waiting.missing)
+        status = run_status(known, self.run.steps, size=size, now=now, since=since)
+        status = replace(status, warning=self._last_warning(), missing=waiting.missing if waiting is not None else ())
         if views:
             change = changed(views[0] if len(views) > 1 else None, views[-1], read_faults(self.run.directory))
             view = f"view {views[-1].epoch} of {plural(size, 'rank')} since step {views[-1].step}"
@@ -351,6 +324,13 @@ class RunMonitor:
         recorded = merge_warnings((rank.rank, rank.header, rank.warnings) for rank in self.run.ranks.values())
         found = [self._warning, *((one.time, one.text) for one in recorded[-1:])]
         return max(found)[1]
+
+
+def _rank_status(rank: RankProgress, state: ProcessState, now: int, slow: Container[int]) -> RankStatus:
+    """What is known of a rank, before it is compared with the others."""
+    ended = {ProcessState.GONE: Condition.ENDED, ProcessState.STOPPED: Condition.STOPPED}
+    condition = ended.get(state, Condition.RUNS if rank.folder.steps else Condition.STARTING)
+    return RankStatus(rank.rank, condition, 0.0, _doing(rank, state, now), rank.rank in slow, step=rank.step)
 
 
 def _doing(rank: RankProgress, state: ProcessState, now: int) -> str:

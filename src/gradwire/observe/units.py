@@ -72,6 +72,16 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.{digits}f} {_UNITS[unit]}"
 
 
+def bit_rate(bandwidth: float) -> str:
+    """Bytes per second, in bits, as networks are sold.
+
+    >>> bit_rate(12.5e6), bit_rate(2.5e9)
+    ('100 Mbit/s', '20 Gbit/s')
+    """
+    bits = bandwidth * 8
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 0.9995e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

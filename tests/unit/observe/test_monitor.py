@@ -12,7 +12,7 @@ from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.run_status import Condition, RunMonitor
 from gradwire.observe.stragglers.steps import Phase
 from gradwire.recorder.format import RecordKind as K
-from gradwire.runtime.host import clock_identity
+from gradwire.runtime.host import ProcessState, clock_identity
 from helpers.made_rings import header
 from helpers.made_steps import made_steps, write_rings
 
@@ -111,6 +111,8 @@ def test_the_rank_that_others_wait_for(tmp_path, watched, record):
     status = monitor.status()
     assert status.missing == (2,)
     assert [rank.doing for rank in status.ranks] == ["3 s in all_reduce"] * 2 + ["", "3 s in all_reduce"]
+    monitor.run.state = lambda rank: ProcessState.STOPPED
+    assert {rank.condition for rank in monitor.status().ranks} == {Condition.STOPPED}
 
 
 def test_what_others_have_found_is_the_last_warning(watched):

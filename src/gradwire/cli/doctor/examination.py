@@ -22,6 +22,7 @@ from gradwire.errors import GradwireError, GroupError, UsageError
 from gradwire.groups import Group
 from gradwire.interop import as_process_group
 from gradwire.launch import Launcher, find_world, init, leave
+from gradwire.observe.units import plural
 from gradwire.runtime.host import host_identity
 from gradwire.testing import run_ranks
 
@@ -65,8 +66,7 @@ def show(console: Console, found: Examination) -> None:
         _show(console, findings)
     if found.together:
         _show(console, found.together)
-    several = "" if found.problems == 1 else "s"
-    conclusion = f"{found.problems} problem{several}" if found.problems else "no problem found"
+    conclusion = plural(found.problems, "problem") if found.problems else "no problem found"
     console.print(Text(conclusion, style=_STYLES[Level.PROBLEM if found.problems else Level.OK]))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from gradwire.cli.doctor.host_checks import HostFinding, Level
 from gradwire.groups import Group
-from gradwire.observe.units import duration
+from gradwire.observe.units import bit_rate, duration
 
 _ROUND_TRIPS = 100
 _MESSAGE = 2**20
@@ -34,17 +34,7 @@ class LinkSpeed:
     bandwidth: float
 
     def __str__(self) -> str:
-        return f"{duration(self.latency)}, {_rate(self.bandwidth)}"
-
-
-def _rate(bandwidth: float) -> str:
-    """Bytes per second, in bits, as networks are sold.
-
-    >>> _rate(12.5e6), _rate(2.5e9)
-    ('100 Mbit/s', '20 Gbit/s')
-    """
-    bits = bandwidth * 8
-    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 0.9995e9 else f"{bits / 1e6:.3g} Mbit/s"
+        return f"{duration(self.latency)}, {bit_rate(self.bandwidth)}"
 
 
 def measure(group: Group, ranks: Sequence[int]) -> list[LinkSpeed]:
@@ -52,47 +42,34 @@ def measure(group: Group, ranks: Sequence[int]) -> list[LinkSpeed]:
     found = []
     for a, b in combinations(ranks, 2):
         times = torch.zeros(2, dtype=torch.float64)
-        if group.rank == a:
-            times = torch.tensor(_lead(group, b), dtype=torch.float64)
-        elif group.rank == b:
-            _answer(group, a)
+        if group.rank in (a, b):
+            times[:] = torch.tensor(_exchange(group, a + b - group.rank, leads=group.rank == a), dtype=torch.float64)
         group.broadcast(times, a, label=f"link {a}-{b}")  # the other ranks wait here, and send nothing meanwhile
         found.append(LinkSpeed(a, b, *times.tolist()))
     return found
 
 
-def _lead(group: Group, peer: int) -> tuple[float, float]:
-    """Latency and bandwidth to `peer`, which calls `_answer`."""
+def _exchange(group: Group, peer: int, *, leads: bool) -> tuple[float, float]:
+    """Latency and bandwidth to `peer`, which takes part as the one that does not lead: what one sends the other receives."""
+    there, back = (group.send, group.recv) if leads else (group.recv, group.send)
     small, large = torch.zeros(1, dtype=torch.int64), torch.zeros(_MESSAGE, dtype=torch.uint8)
     trips = []
     for _ in range(_ROUND_TRIPS):
         began = time.perf_counter()
-        group.send(small, peer, label="ping")
-        group.recv(small, peer, label="pong")
+        there(small, peer, label="ping")
+        back(small, peer, label="pong")
         trips.append(time.perf_counter() - began)
     many, bandwidth = 1, 0.0
     for _ in range(2):
-        group.send(small.fill_(many), peer, label="how many messages follow")
+        there(small.fill_(many), peer, label="how many messages follow")
         began = time.perf_counter()
-        for _ in range(many):
-            group.send(large, peer, label="large message")
-        group.recv(small, peer, label="all received")
+        for _ in range(int(small)):
+            there(large, peer, label="large message")
+        back(small, peer, label="all received")
         seconds = time.perf_counter() - began
         bandwidth = many * _MESSAGE / seconds
         many = max(1, min(_MOST, int(_SECONDS / seconds)))
     return median(trips) / 2, bandwidth
-
-
-def _answer(group: Group, peer: int) -> None:
-    small, large = torch.zeros(1, dtype=torch.int64), torch.zeros(_MESSAGE, dtype=torch.uint8)
-    for _ in range(_ROUND_TRIPS):
-        group.recv(small, peer, label="ping")
-        group.send(small, peer, label="pong")
-    for _ in range(2):
-        group.recv(small, peer, label="how many messages follow")
-        for _ in range(int(small)):
-            group.recv(large, peer, label="large message")
-        group.send(small, peer, label="all received")
 
 
 def judge(links: Sequence[LinkSpeed], names: Sequence[str]) -> Iterator[HostFinding]:
@@ -101,7 +78,7 @@ def judge(links: Sequence[LinkSpeed], names: Sequence[str]) -> Iterator[HostFind
     for link in links:
         name = f"{names[link.a]} - {names[link.b]}"
         if link.bandwidth < _SLOW * usual:
-            fix = f"the others have {_rate(usual)}: look at its cable, switch port, duplex mode and other traffic"
+            fix = f"the others have {bit_rate(usual)}: look at its cable, switch port, duplex mode and other traffic"
             yield HostFinding("links", name, str(link), Level.PROBLEM, fix)
         elif link.bandwidth < _NARROW:
             fix = "communication will take much of a step: choose a hook that sends less (docs/hooks.md)"

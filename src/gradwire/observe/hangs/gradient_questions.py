@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,39 +40,32 @@ class Awaited(NamedTuple):
     """Its parameters without a gradient. None: all are there, and are sent at the end of backward."""
 
 
-class GradientAnswers:
-    """In the rank: a thread that sleeps until it is asked."""
+@contextlib.contextmanager
+def answer_questions(path: Path) -> Iterator[dict[str, int]]:
+    """In the rank: a thread that sleeps until it is asked, and writes its answers to `path`. Yields how to ask."""
+    pid = os.getpid()
+    reader, writer = os.pipe()
+    thread = threading.Thread(target=_answer, args=(reader, path), name="gradwire-answers", daemon=True)
+    thread.start()
+    try:
+        yield {"descriptor": writer, "inode": os.fstat(writer).st_ino}
+    finally:
+        if pid == os.getpid():  # in a forked child there is no thread
+            os.write(writer, _END)
+            thread.join(_STOP_WITHIN)
+        if pid != os.getpid() or not thread.is_alive():  # it may write to a file system that does not answer
+            os.close(reader)
+            os.close(writer)
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._pid = os.getpid()
-        self._reader, self._writer = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="gradwire-answers", daemon=True)
-        self._thread.start()
 
-    @property
-    def facts(self) -> dict[str, int]:
-        """How to ask."""
-        return {"descriptor": self._writer, "inode": os.fstat(self._writer).st_ino}
-
-    def _run(self) -> None:
-        while os.read(self._reader, 1) == _ASK:
-            asked = time.monotonic_ns()
-            # Not imported, as the thread that hangs may hold the lock of imports: a module that is not there has no models.
-            intake = sys.modules.get("gradwire.reducer.intake.intake")
-            with contextlib.suppress(OSError, RuntimeError):  # a full disk; a model that is being made at this moment
-                models = [] if intake is None else intake.awaited_gradients()
-                write_private(self._path, json.dumps({"time": asked, "models": models}).encode())
-
-    def remove(self) -> None:
-        """End the thread. In a forked child there is none."""
-        if self._pid == os.getpid():
-            os.write(self._writer, _END)
-            self._thread.join(_STOP_WITHIN)
-            if self._thread.is_alive():  # it writes to a file system that does not answer, and still needs the pipe
-                return
-        os.close(self._reader)
-        os.close(self._writer)
+def _answer(reader: int, path: Path) -> None:
+    while os.read(reader, 1) == _ASK:
+        asked = time.monotonic_ns()
+        # Not imported, as the thread that hangs may hold the lock of imports: a module that is not there has no models.
+        intake = sys.modules.get("gradwire.reducer.intake.intake")
+        with contextlib.suppress(OSError, RuntimeError):  # a full disk; a model that is being made at this moment
+            models = [] if intake is None else intake.awaited_gradients()
+            write_private(path, json.dumps({"time": asked, "models": models}).encode())
 
 
 def ask(header: Mapping[str, Any], how: Mapping[str, Any]) -> bool:

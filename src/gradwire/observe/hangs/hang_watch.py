@@ -88,7 +88,7 @@ class HangWatch:
     def check_if_due(self) -> list[str]:
         """`check`, if it is time for it. An error ends the watch and not the run."""
         now = time.monotonic()
-        if now < self.next_look or not self._works:
+        if now < self.next_look:
             return []
         self.next_look = now + PERIOD
         lines = self._safely(self.check)

@@ -20,12 +20,11 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradwire.runtime.cleanup import on_failure
 from gradwire.runtime.host import ProcessState, handles_signal, process_state
 
 SIGNAL = signal.SIGRTMIN + 12
@@ -62,21 +61,18 @@ Stack = tuple[Frame, ...]
 """What one thread does, most recent call first."""
 
 
-class StackFile:
-    """In the rank: writes stacks on the signal. Made in the main thread, which alone may set a signal handler."""
-
-    def __init__(self, path: Path) -> None:
-        path.unlink(missing_ok=True)  # of an earlier run, or planted
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(path, flags, 0o600)
-        with on_failure(os.close, self._fd):
-            signal.signal(SIGNAL, signal.SIG_IGN)  # what unregistering goes back to: a signal may be under way then
-            faulthandler.register(SIGNAL, file=self._fd, all_threads=True)
-
-    def close(self) -> None:
-        """Stop writing."""
+@contextlib.contextmanager
+def write_stacks(path: Path) -> Iterator[None]:
+    """In the rank: write stacks on the signal. Entered in the main thread, which alone may set a signal handler."""
+    path.unlink(missing_ok=True)  # of an earlier run, or planted
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        signal.signal(SIGNAL, signal.SIG_IGN)  # what unregistering goes back to: a signal may be under way then
+        faulthandler.register(SIGNAL, file=fd, all_threads=True)
+        yield
+    finally:
         faulthandler.unregister(SIGNAL)
-        os.close(self._fd)
+        os.close(fd)
 
 
 def read_stacks(headers: Mapping[Path, Mapping[str, Any]], *, within: float = 1.0) -> dict[Path, list[Stack]]:

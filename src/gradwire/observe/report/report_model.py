@@ -8,8 +8,7 @@ mean over a rank's complete steps without the slowest and the fastest 5 %, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -17,9 +16,9 @@ from typing import Any, NamedTuple
 from gradwire.observe.hangs.hang_report import SavedHang, saved_hangs
 from gradwire.observe.report.elastic_summary import summarize_views
 from gradwire.observe.report.rank_summary import RankSummary, total_traffic
-from gradwire.observe.rings.clocks import AlignedRings, Alignment, align
+from gradwire.observe.rings.clocks import Alignment, align, on_one_clock
 from gradwire.observe.rings.intervals import BucketSpan, Operation, bucket_spans, operations, ranks_apart
-from gradwire.observe.rings.ring import Ring, ranks_of_launchers, read_headers, read_ring
+from gradwire.observe.rings.ring import Ring, StoredRings, ranks_of_launchers, read_headers
 from gradwire.observe.rings.run_outcome import RunOutcome, load as load_outcome
 from gradwire.observe.rings.views import read_faults
 from gradwire.observe.run_warnings import FirstNonFinite, find_nonfinite
@@ -30,7 +29,6 @@ from gradwire.runtime.rank_error import RankError
 TRIMMED = 0.05
 _TIMELINE_RANKS = 4
 _MOST_SHOWN = 100
-_KEPT_RINGS = 8
 
 
 class StepRow(NamedTuple):
@@ -95,15 +93,14 @@ class RunReport:
         self.clocks = {rank.header["clock"]: Alignment(0, 0) for rank in self.ranks}
         if len(self.clocks) > 1:
             self.clocks = align(rings)
-            rings = AlignedRings(rings, self.clocks)
-            self.ranks = [RankSummary(ring) for ring in rings]
+            self.ranks = [RankSummary(ring) for ring in on_one_clock(rings, self.clocks)]
         self.elastic = summarize_views(self.ranks, read_faults(Path(directory)) if directory else [])
         """The views of an elastic run."""
         times = {rank.rank: rank.steps for rank in self.ranks}
         self.steps = _step_rows(times)
         self.phases = {rank: _mean_phases(steps) for rank, steps in times.items()}
         """By rank: seconds per step."""
-        self.timelines = _timelines(rings, self.steps, times)
+        self.timelines = _timelines(on_one_clock(rings, self.clocks), self.steps, times)
         self.traffic = total_traffic(self.ranks)
         members = () if self.elastic is None else self.elastic.views[-1][0].members
         self.lateness = _lateness({r.rank: r.steps for r in self.ranks if not members or r.member in members})
@@ -262,15 +259,3 @@ def load_report(directory: Path) -> RunReport:
             errors[number] = error
     hangs = saved_hangs(directory)
     return RunReport(rings, directory=directory, hangs=hangs, damaged=damaged, outcome=outcome, errors=errors)
-
-
-class StoredRings(Iterable[Ring]):
-    """Rings that are read each time that they are gone through: 64 ranks have 4 million records. A few of them are kept."""
-
-    def __init__(self, ranks: Mapping[Path, int]) -> None:
-        """`ranks` are their numbers in the report."""
-        self._paths = sorted(ranks, key=lambda path: (ranks[path], path))
-        self._read = lru_cache(_KEPT_RINGS)(lambda path: read_ring(path).numbered(ranks[path]))
-
-    def __iter__(self) -> Iterator[Ring]:
-        return map(self._read, self._paths)

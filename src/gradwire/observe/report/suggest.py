@@ -25,7 +25,7 @@ from typing import NamedTuple
 from gradwire.errors import UsageError
 from gradwire.observe.report.render import WIDTH
 from gradwire.observe.report.report_model import RunReport
-from gradwire.observe.units import duration, plural, size
+from gradwire.observe.units import bit_rate, duration, plural, size
 
 _LEAST_STEPS = 10
 _GAIN, _GAIN_ON_ONE_HOST, _LARGE_GAIN = 0.1, 1 / 3, 0.5
@@ -179,9 +179,7 @@ def _paste(hook: Candidate, times: float) -> Iterator[str]:
 
 def _link(step: MeasuredStep, ranks: int) -> str:
     sent = 2 * (ranks - 1) / ranks * step.nbytes
-    mbit = 8e-6 * sent / max(step.wire, 1e-9)
-    rate = f"{mbit:.3g} Mbit/s" if mbit < 999.5 else f"{mbit / 1000:.3g} Gbit/s"
-    return f"A rank sends {sent / 1e6:.3g} MB a step in {duration(step.wire)} ({rate})"
+    return f"A rank sends {sent / 1e6:.3g} MB a step in {duration(step.wire)} ({bit_rate(sent / max(step.wire, 1e-9))})"
 
 
 def measure(report: RunReport) -> MeasuredStep:

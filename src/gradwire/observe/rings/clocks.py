@@ -139,22 +139,15 @@ def fit_line(lower: _Bounds, upper: _Bounds) -> Alignment:
 
 def aligned(rings: Sequence[Ring]) -> list[Ring]:
     """The rings with all times on the clock of the first ring's host."""
-    return list(AlignedRings(rings, align(rings)))
+    return list(on_one_clock(rings, align(rings)))
 
 
-@dataclass(frozen=True, slots=True)
-class AlignedRings(Iterable[Ring]):
-    """Rings on one clock, each made when its turn has come: all of them may not fit into memory."""
-
-    rings: Iterable[Ring]
-    alignments: Mapping[str, Alignment]
-
-    def __iter__(self) -> Iterator[Ring]:
-        return (on_one_clock(ring, self.alignments[ring.clock]) for ring in self.rings)
+def on_one_clock(rings: Iterable[Ring], alignments: Mapping[str, Alignment]) -> Iterator[Ring]:
+    """The rings with all times on the first host's clock, one after another: all of them may not fit into memory."""
+    return (_moved(ring, alignments[ring.clock]) for ring in rings)
 
 
-def on_one_clock(ring: Ring, alignment: Alignment) -> Ring:
-    """A ring with all its times on the first host's clock."""
+def _moved(ring: Ring, alignment: Alignment) -> Ring:
     if alignment.offset == 0 and alignment.drift == 0:
         return ring
     apply = alignment.apply

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _UNKNOWN = "?"
+_KEPT_RINGS = 8
 _P2P = frozenset({"send", "recv"})
 _KINDS: tuple[Any, ...] = (None, *RecordKind)
 """By number. Kinds count from 1 without a gap."""
@@ -108,10 +111,6 @@ class Ring:
     def rank(self) -> int:
         """The rank in the world."""
         return int(self.header["rank"])
-
-    def numbered(self, rank: int) -> Ring:
-        """The same as that of another rank: see `ranks_of_launchers`."""
-        return replace(self, header={**self.header, "rank": rank})
 
     @property
     def pid(self) -> int:
@@ -282,10 +281,21 @@ def read_rings(directory: str | os.PathLike[str]) -> list[Ring]:
 def load_rings(directory: Path) -> tuple[list[Ring], dict[str, str]]:
     """As `read_rings`, and by the name of a file why it is left out."""
     headers, left_out = read_headers(directory)
-    ranks = ranks_of_launchers(headers)
-    return [
-        read_ring(path).numbered(ranks[path]) for path in sorted(ranks, key=lambda path: (ranks[path], path))
-    ], left_out
+    return list(StoredRings(ranks_of_launchers(headers))), left_out
+
+
+class StoredRings(Iterable[Ring]):
+    """Rings that are read each time that they are gone through: 64 ranks have 4 million records. A few of them are kept."""
+
+    def __init__(self, ranks: Mapping[Path, int]) -> None:
+        """`ranks` are their numbers in reports: see `ranks_of_launchers`."""
+        self._ranks = ranks
+        self._read = lru_cache(_KEPT_RINGS)(read_ring)
+
+    def __iter__(self) -> Iterator[Ring]:
+        for path, rank in sorted(self._ranks.items(), key=itemgetter(1, 0)):
+            ring = self._read(path)
+            yield replace(ring, header={**ring.header, "rank": rank})
 
 
 def read_headers(directory: Path) -> tuple[dict[Path, dict[str, Any]], dict[str, str]]:

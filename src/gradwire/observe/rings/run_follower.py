@@ -16,6 +16,7 @@ from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import Record, RingFile, state_of_writer
 from gradwire.observe.rings.run_outcome import RunOutcome, load
 from gradwire.observe.rings.views import RunView, read_views
+from gradwire.observe.stragglers.steps import StepTimes
 from gradwire.recorder.format import NO_PEER, RecordKind, record_dtype
 from gradwire.runtime.host import ProcessState, clock_identity
 
@@ -102,6 +103,11 @@ class RunFollower:
         return [rank for rank in self.ranks.values() if rank.header["clock"] == self._clock]
 
     @property
+    def steps(self) -> dict[int, Sequence[StepTimes]]:
+        """By rank of this host: its last steps."""
+        return {rank.rank: rank.folder.steps for rank in self.local_ranks}
+
+    @property
     def is_over(self) -> bool:
         """Whether no rank of this host is left."""
         return all(self.state(rank) is ProcessState.GONE for rank in self.local_ranks)
@@ -165,18 +171,15 @@ class RingFollower(RingFile):
         """The record that was to come next at the end of the last call."""
 
     def poll(self, *, most: int | None = None) -> list[Record]:
-        """The records since the last call, as far as they have not been overwritten; of more than `most`, about the last half."""
-        return self.records(self.poll_rows(most=most))
+        """The records since the last call, as far as they have not been overwritten; of more than `most`, the last half of that."""
+        rows = self.poll_rows()
+        return self.records(rows if most is None or len(rows) <= most else rows[-(most // 2) :])
 
-    def poll_rows(self, *, most: int | None = None) -> np.ndarray:
+    def poll_rows(self) -> np.ndarray:
         """As `poll`, as rows of `record_dtype`."""
         import numpy as np
 
         capacity = self.capacity
-        if most is not None and most < capacity:
-            last = self._next + most
-            if len(self.read(last % capacity, 1, least=last)):
-                self._next = max(self._next, self.newest() - most // 2)
         parts: list[np.ndarray] = []
         count, left = min(self._FIRST, capacity), 2 * (capacity + self._MOST)
         while left > 0:  # a rank that writes faster than we read must not keep us

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from gradwire.errors import UsageError
-from gradwire.observe.report.compare import compare_text
 from gradwire.observe.report.findings import find
 from gradwire.observe.report.rank_summary import TrafficKey, sent_bytes_of
-from gradwire.observe.report.render import render_page, render_text
+from gradwire.observe.report.render import compare_text, render_page, render_text
 from gradwire.observe.report.report_model import RunReport
 from gradwire.observe.report.suggest import measure
 from gradwire.observe.rings.intervals import bucket_spans, operations, ranks_apart
