@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from benchmarks.options import BENCHMARKS
 from gradwire.cli import guarded
-from gradwire.cli.arguments import Parser, add_debug, parse
+from gradwire.cli.arguments import Parser, add_debug
 
 _PROG = "python -m benchmarks"
 
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark that `argv` names, show its result, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda args: _run(parse(parser(), words, args)), prog="benchmarks")
+    return guarded(lambda args: _run(parser().parse_args(words, args)), prog="benchmarks")
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import gradwire
-from gradwire.cli.arguments import DEBUG, Parser, add_debug, parse
+from gradwire.cli.arguments import DEBUG, Parser, add_debug
 from gradwire.errors import GradwireError, UsageError
 
 COMMANDS: Mapping[str, str] = {
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run(args: argparse.Namespace) -> int:
         parser, command = _parser(words)
-        parse(parser, words, args)
+        parser.parse_args(words, args)
         code: int = command.run(args)
         return code
 

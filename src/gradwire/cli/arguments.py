@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +16,9 @@ from gradwire.observe.rings.runs import find_run, start_time
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line. Those of argparse begin with the usage, and many options hide what is wrong."""
+
+    hints: Mapping[str, str] = {}
+    """By option that it does not have: what to do instead."""
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         """Spellings with underscores, as of torchrun, are accepted too, and not shown in help and errors."""
@@ -29,6 +32,15 @@ class Parser(argparse.ArgumentParser):
         found: list[Any] = super()._get_option_tuples(option_string)
         return list({id(one[0]): one for one in found}.values())
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Unrecognized arguments are an error of the subcommand that they follow."""
+        found, extra = super().parse_known_args(args, namespace)
+        if extra:
+            names = [word.partition("=")[0].replace("_", "-") for word in extra]
+            hint = next((f". {self.hints[name]}" for name in names if name in self.hints), "")
+            self.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
+        return found, extra
+
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where the options are listed, and exit with code 2."""
         self.exit(2, f"{self.prog}: error: {message.rstrip('.')}. See {self.prog} --help.\n")
@@ -40,20 +52,6 @@ DEBUG = "show tracebacks when the command fails"
 def add_debug(parser: argparse.ArgumentParser) -> None:
     """Accept --debug after a subcommand too; without a default there, which would override the first one."""
     parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG)
-    parser.set_defaults(parser=parser)
-
-
-def parse(parser: argparse.ArgumentParser, words: Sequence[str], args: argparse.Namespace) -> argparse.Namespace:
-    """Like `parse_args` into `args`, but unrecognized arguments are an error of the subcommand, with its `hints`."""
-    args, extra = parser.parse_known_args(words, args)
-    if extra:
-        hints: dict[str, str] = getattr(args, "hints", {})
-        names = [word.partition("=")[0].replace("_", "-") for word in extra]
-        hint = next((f". {hints[name]}" for name in names if name in hints), "")
-        args.parser.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
-    for name in ("parser", "hints"):
-        vars(args).pop(name, None)
-    return args
 
 
 def at_least(least: int, *, otherwise: str = "") -> Callable[[str], int]:

@@ -61,7 +61,6 @@ def inspection(directory: Path, *, whole: bool) -> list[str]:
     with closing(RunFollower(directory)) as ranks:
         watch = HangWatch(ranks, deadline=0.0)
         ranks.look()
-        ranks.read_descriptions()
         if not ranks.ranks:
             raise nothing_recorded(directory, *ranks.damage.values())
         stacks = ranks.stacks(ranks.ranks.values())

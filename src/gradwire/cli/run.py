@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from gradwire.cli.arguments import at_least, positive
+from gradwire.cli.arguments import Parser, at_least, positive
 from gradwire.cli.elastic_options import add_elastic, check_elastic, elastic_plan, elastic_variables
 from gradwire.cli.verify_ddp import verify_ddp
 from gradwire.errors import UsageError
@@ -58,12 +58,12 @@ HOOKS = (
 """Those of `hooks.named`, whose import takes a second, that need no optimizer."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: Parser) -> None:
     parser.usage = "gradwire run [options] [-m] SCRIPT [arguments of the script]"
     parser.epilog = (
         "For several hosts use torchrun, mpirun or srun: gw.init() works under each. Elastic runs: --hub and --join."
     )
-    parser.set_defaults(hints=_HINTS)
+    parser.hints = _HINTS
     _add_starting(parser)
     add_elastic(parser)
     _add_recording(parser)

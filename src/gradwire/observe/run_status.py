@@ -268,14 +268,12 @@ class RunMonitor:
         """The line to print when the run has ended, if a gradient was not finite and there was no policy for that."""
         with contextlib.suppress(OSError, UsageError):  # as of a directory that was removed
             self.run.look()
-            self.run.read_descriptions()
         if (first := find_nonfinite(rank.descriptions for rank in self.run.ranks.values())) is None:
             return []
         return [f"{first}. --nonfinite raise ends the run there, --nonfinite skip omits such steps."]
 
     def _is_ending(self) -> bool:
         """Whether all ranks have stopped their recorders, as programs do at their end: there are no more steps to wait for."""
-        self.run.read_descriptions()
         return self.run.ranks != {} and all(rank.ended for rank in self.run.ranks.values())
 
     def figures(self, status: RunStatus) -> list[str]:
@@ -302,7 +300,7 @@ class RunMonitor:
         local = self.run.local_ranks
         states = [self.run.state(rank) for rank in local]
         if ProcessState.GONE in states:
-            self.run.read_descriptions()  # whether it has stopped its recorder
+            self.run.look()  # whether it has stopped its recorder
         slow = {one.rank for one in self.stragglers.current}
         known = [_rank_status(rank, state, now, slow) for rank, state in zip(local, states)]
         size, views = max([self._size, *(int(rank.header["size"]) for rank in local)]), self.run.views

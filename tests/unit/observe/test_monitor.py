@@ -72,9 +72,8 @@ def test_stragglers_and_figures(tmp_path, watched, clock):
     [line] = monitor.figures(monitor.status())
     assert "last warning" not in line  # once is enough
     assert monitor.next_look == pytest.approx(clock.now + monitor_module.PERIOD)
-    monitor.run.read_descriptions = lambda: [
-        vars(r).update(descriptions={"end": [{}]}) for r in monitor.run.local_ranks
-    ]
+    for rank in monitor.run.local_ranks:
+        rank.descriptions = {"end": [{}]}
     clock.now += 6.0
     assert monitor.check_if_due() == []  # programs that end make no steps
 
@@ -90,7 +89,7 @@ def test_a_run_that_is_over(tmp_path, watched):
     monitor.check()
     bad = {"step": 5, "rank": 0, "parameter": "weight", "nan": True}
     descriptions = {"end": [{"time": 1}], "nonfinite": [bad]}
-    monitor.run.read_descriptions = lambda: vars(monitor.run.ranks[0]).update(descriptions=descriptions)
+    monitor.run.ranks[0].descriptions = descriptions
     status = monitor.status()
     assert {rank.condition for rank in status.ranks} == {Condition.ENDED}
     assert [rank.doing for rank in status.ranks] == ["", "gone", "gone", "gone"]  # the others were killed

@@ -105,7 +105,6 @@ def test_the_process_answers_from_another_thread(group, tmp_path):
 
     def ask():
         run.look()
-        run.read_descriptions()
         seen.append(run.ask(run.ranks.values(), within=60.0)())
 
     try:
@@ -122,7 +121,6 @@ def test_the_process_answers_from_another_thread(group, tmp_path):
         assert sorted(answer.missing) == BELOW
     run = RunFollower(tmp_path)
     run.look()
-    run.read_descriptions()
     [how] = run.ranks[0].descriptions["questions"]
     reader, writer = os.pipe()
     if how["descriptor"] not in (reader, writer):

@@ -12,7 +12,7 @@ from typing import Any
 from gradwire.observe.hangs.analysis import Cause, LongWait, Stall, Suspect
 from gradwire.observe.rings.rank_progress import RankProgress
 from gradwire.observe.rings.ring import Record
-from gradwire.observe.units import elapsed, ranks as ranks_text
+from gradwire.observe.units import elapsed, plural, ranks as ranks_text
 from gradwire.runtime.host import ProcessState
 
 _MOST_NAMES = 6
@@ -52,7 +52,7 @@ def _explanation(wait: LongWait, suspects: Sequence[Suspect]) -> list[str]:
     record, is_message = wait.record, wait.record.peer >= 0
     other = "receive" if record.op == "send" else "send"
     if wait.unknown:
-        who = f"rank {record.peer}" if is_message else f"{wait.unknown} rank{'s' if wait.unknown > 1 else ''}"
+        who = f"rank {record.peer}" if is_message else plural(wait.unknown, "rank")
         are = "are" if wait.unknown > 1 else "is"
         return [f"{who} of the group {are} not recorded here: if on another host, look there too"]
     if is_message and wait.missing:

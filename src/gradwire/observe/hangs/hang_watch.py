@@ -13,6 +13,7 @@ wait for the latter. So it is with members of an elastic run that wait for the n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -189,7 +190,6 @@ class HangWatch:
 
     def suspects(self, waiting: analysis.LongWait, *, within: float = 1.0) -> list[analysis.Suspect]:
         """The ranks that keep the others waiting, by a look at their processes, which have so many seconds to answer."""
-        self.run.read_descriptions()
         stacks = functools.partial(self.run.stacks, within=within)
         return analysis.find_suspects(waiting, state=self.run.state, stacks=stacks, ask=self.run.ask)
 
@@ -203,7 +203,6 @@ class HangWatch:
         # Others may just not have reached the operation when it ended.
         suspects = [one for one in suspects if one.state is ProcessState.GONE or one.cause is analysis.Cause.DIFFERENT]
         if not suspects:
-            self.run.read_descriptions()
             record = next((r for r in reversed(ended.last) if r.model), None)
             bucket = -1 if record is None else ended.missing_bucket(record.group_id, record.model)
             names = () if record is None else analysis.parameters_of(record, bucket, list(self.run.ranks.values()))
@@ -237,16 +236,13 @@ class HangWatch:
 def report_for_error(directory: Path) -> list[str]:
     """The hang report of the ranks in `directory` that are on this host, for the error of a rank whose collective has failed.
     Under any launcher. Nothing if no collective has failed or is pending."""
-    run = RunFollower(directory, tail=_TAIL_FOR_ERROR)
-    try:
+    with contextlib.closing(RunFollower(directory, tail=_TAIL_FOR_ERROR)) as run:
         run.look()
         waiting = analysis.find_waiting(run.local_ranks, run.now, deadline=-math.inf, failed=True)
         if waiting is None:
             return []
         suspects = HangWatch(run).suspects(waiting, within=_WITHIN_FOR_ERROR)
         return report_lines(waiting, suspects, frames=_FRAMES_FOR_ERROR)
-    finally:
-        run.close()
 
 
 def idle_seconds(ranks: Sequence[RankProgress], now: int, *, deadline: float = analysis.SOFT_DEADLINE) -> float | None:

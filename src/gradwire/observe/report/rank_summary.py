@@ -18,6 +18,7 @@ from gradwire.observe.rings.intervals import Operation, operations
 from gradwire.observe.rings.ring import Record, Ring
 from gradwire.observe.run_warnings import warning_records
 from gradwire.observe.stragglers.steps import covered, step_times
+from gradwire.observe.units import plural
 from gradwire.recorder.format import RecordKind
 
 _KEPT_DURATIONS = 10_000
@@ -187,8 +188,8 @@ class RunFailure:
     @property
     def detail(self) -> str:
         """The text of the error, and what else has failed with it."""
-        others = f"{self.others} other operation{'s' if self.others > 1 else ''}"
-        return f"{self.first.record.label}{f' {others} in flight failed with it.' if self.others else ''}"
+        others = f" {plural(self.others, 'other operation')} in flight failed with it." if self.others else ""
+        return f"{self.first.record.label}{others}"
 
 
 def error_name(record: Record) -> str:

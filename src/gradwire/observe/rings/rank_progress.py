@@ -19,8 +19,15 @@ Operation = tuple[int, int, int]
 class RankProgress:
     """What is known of one rank."""
 
-    def __init__(self, rank: int, header: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        header: Mapping[str, Any],
+        descriptions: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    ) -> None:
         self.rank, self.header = rank, header
+        self.descriptions = {} if descriptions is None else descriptions
+        """What records refer to, as far as it was read: see `FlightRecorder.describe`."""
         self.groups: dict[int, dict[int, int]] = {}
         """By group: this rank's number in it, or those of the threads of this process, and its size; 0: not known."""
         self.submitted: dict[tuple[int, int], deque[Record]] = {}
@@ -45,8 +52,6 @@ class RankProgress:
         """The times of its last steps."""
         self.forwards: deque[int] = deque(maxlen=20)
         self.last_collective: Record | None = None
-        self.descriptions: Mapping[str, Sequence[Mapping[str, Any]]] = {}
-        """What records refer to: see `FlightRecorder.describe`."""
 
     @property
     def member(self) -> str:

@@ -146,8 +146,8 @@ def read_ring(path: str | os.PathLike[str]) -> Ring:
     with RingFile(Path(path)) as file:
         rows = file.read(0, file.capacity)
         records = file.records(rows[np.argsort(rows["number"])])
-        lost = records[0].number if records else 0
-        return Ring(file.path, file.header, records, file.read_descriptions(), lost)
+        file.read_names()
+        return Ring(file.path, file.header, records, file.descriptions, lost=records[0].number if records else 0)
 
 
 class RingFile(AbstractContextManager["RingFile"]):
@@ -174,7 +174,8 @@ class RingFile(AbstractContextManager["RingFile"]):
                 raise UsageError(f"{path} is damaged: {self.capacity} records in {os.fstat(self._fd).st_size} bytes.")
         self._names: dict[int, str] = {0: ""}
         self._names_read = 0
-        self._descriptions: dict[str, list[dict[str, Any]]] = {}
+        self.descriptions: dict[str, list[dict[str, Any]]] = {}
+        """What records refer to, by subject, as far as it was read: see `read_names`."""
 
     def read(self, slot: int, count: int, *, least: int = 0) -> np.ndarray:
         """The valid records from number `least` on in `count` slots from `slot` on, in their order, which does not wrap."""
@@ -191,7 +192,7 @@ class RingFile(AbstractContextManager["RingFile"]):
         """Rows of the file as records."""
         ops, names = self.header["ops"], self._names
         if not {*rows["group"].tolist(), *rows["label"].tolist()} <= names.keys():
-            self._read_names()
+            self.read_names()
         found = []
         for row in rows.tolist():
             number, time, group_id, ordinal, nbytes, duration, thread, group, label, seq, step, bucket, *rest = row
@@ -215,12 +216,8 @@ class RingFile(AbstractContextManager["RingFile"]):
         numbers = self.read(0, self.capacity)["number"]
         return int(numbers.max()) if len(numbers) else -1
 
-    def read_descriptions(self) -> dict[str, list[dict[str, Any]]]:
-        """What records refer to, by subject, as far as it was written: see `FlightRecorder.describe`."""
-        self._read_names()
-        return self._descriptions
-
-    def _read_names(self) -> None:
+    def read_names(self) -> None:
+        """Read what was written to the file of names since the last time: names, and descriptions."""
         try:
             with names_path(self.path).open("rb") as file:
                 file.seek(self._names_read)
@@ -237,7 +234,7 @@ class RingFile(AbstractContextManager["RingFile"]):
             if subject.isdigit() and isinstance(value, str):
                 self._names[int(subject)] = value
             elif isinstance(value, dict):
-                self._descriptions.setdefault(subject.decode(errors="replace"), []).append(value)
+                self.descriptions.setdefault(subject.decode(errors="replace"), []).append(value)
 
     def is_replaced(self) -> bool:
         """Whether another ring has taken its path, or none is there any more."""

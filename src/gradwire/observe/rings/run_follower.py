@@ -66,8 +66,9 @@ class RunFollower:
                 if self._since is not None and (header["clock"] != self._clock or header["started"] < self._since):
                     follower.close()
                     continue
-                self._open[path] = follower, RankProgress(int(header["rank"]), header)
+                self._open[path] = follower, RankProgress(int(header["rank"]), header, follower.descriptions)
             follower, rank = self._open[path]
+            follower.read_names()
             before, records = follower.poll_split(rank.pending)
             rank.update(records, before)
         self.ranks = {rank.rank: rank for _, rank in self._open.values()}
@@ -76,7 +77,7 @@ class RunFollower:
     def _read_views(self) -> None:
         """Of an elastic run: number the ranks as in the present view, and leave out processes that are gone."""
         elastic = {path: both for path, both in self._open.items() if both[1].member}
-        described = [follower.read_descriptions().get("view", [])[-2:] for follower, _ in elastic.values()]
+        described = [rank.descriptions.get("view", [])[-2:] for _, rank in elastic.values()]
         views = {view.epoch: view for view in [*self.views, *read_views(itertools.chain(*described))]}
         self.views = [views[epoch] for epoch in sorted(views)[-2:]]
         if not self.views:
@@ -91,11 +92,6 @@ class RunFollower:
                 del self._open[path]
         ranks = {rank.rank: rank for _, rank in self._open.values() if rank.member in members}
         self.ranks = {n: rank for n, rank in ranks.items() if self.state(rank) is not ProcessState.GONE} or ranks
-
-    def read_descriptions(self) -> None:
-        """Read what ranks have described: which parameters their buckets hold."""
-        for follower, rank in self._open.values():
-            rank.descriptions = follower.read_descriptions()
 
     @property
     def local_ranks(self) -> list[RankProgress]:
