@@ -167,10 +167,16 @@ def test_ranks_of_other_hosts_are_neither_signaled_nor_said_to_have_ended(ring, 
     assert " s in all_reduce" not in out
 
 
-def test_an_error_ends_the_watch_and_not_the_run(watch, monkeypatch):
+def test_an_error_ends_the_watch_and_not_the_run(ring, watch, monkeypatch):
+    """Also while a rank waits, for whose sake it would look again soon."""
+
     def fail():
         raise OSError("stale file handle")
 
+    ring(0)
+    watch.run.look()
+    watch.deadline = 60.0
+    assert watch.run.ranks[0].waiting_in() is not None
     monkeypatch.setattr(watch.run, "look", fail)
     [line] = watch.check_if_due()
     assert "OSError: stale file handle" in line

@@ -83,7 +83,7 @@ def measure(job: DemoJob, mbit: float, store: str, group: Group) -> Times:
         for _ in range(_ROUNDS):
             for step, times in zip(steps, seconds):
                 group.barrier(label="next variant")
-                times += [_time(step) for _ in range(_BLOCK)][_WARM_UP:]
+                times += [step() for _ in range(_BLOCK)][_WARM_UP:]
         group.barrier(label="all variants done")  # no rank closes while another is still working
         nbytes = [(count() - at_start) / (_ROUNDS * _BLOCK) for count, at_start in zip(sent, before)]
         return [median(times) for times in seconds], nbytes
@@ -114,23 +114,20 @@ def _wrap(
     return wrapped, lambda: 0.0 if link is None else link.sent_bytes
 
 
-def _step(wrapped: nn.Module, model: Transformer, batch: Callable[[], torch.Tensor]) -> Callable[[], None]:
+def _step(wrapped: nn.Module, model: Transformer, batch: Callable[[], torch.Tensor]) -> Callable[[], float]:
+    """A step of training, which returns how many seconds it took."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def step() -> None:
+    def step() -> float:
+        began = time.perf_counter()
         optimizer.zero_grad()
         windows = batch()
         logits = wrapped(windows[:, :-1])
         nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).backward()
         optimizer.step()
+        return time.perf_counter() - began
 
     return step
-
-
-def _time(step: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    step()
-    return time.perf_counter() - began
 
 
 def table(mbit: float, times: Sequence[Times], *, load: float, cores: int) -> Table:

@@ -157,11 +157,11 @@ def find_waiting(
     ranks: Sequence[RankProgress], now: int, *, deadline: float = SOFT_DEADLINE, failed: bool = False
 ) -> LongWait | None:
     """The collective that ranks have waited in for longest, if that is longer than `deadline` seconds and ten times the usual.
-    With `failed`, one that has failed since counts too, and one that no caller waits for yet: for a rank that has ended."""
+    With `failed`, for a rank that has ended: whatever its length, also one that has failed since or that no caller waits for."""
     late = []
     for rank in ranks:
         for since, record in _waits(rank, failed=failed):
-            limit = max(deadline, 0.0 if failed else TIMES_USUAL * rank.usual_duration(record))
+            limit = 0.0 if failed else max(deadline, TIMES_USUAL * rank.usual_duration(record))
             if (record.ordinal or record.peer >= 0) and (now - since) / 1e9 > limit:
                 late.append((not record.ordinal, since, rank.rank, record, limit))
     # Collectives first: more ranks wait in them, and all suspects are named.

@@ -82,9 +82,8 @@ class HangWatch:
     def waiting(self) -> analysis.LongWait | None:
         """The collective in which ranks of this host have waited for longest, if longer than the deadline. Of a run that is
         over: in which they waited at its end."""
-        if self.run.is_over:
-            return analysis.find_waiting(self.run.local_ranks, self.run.now, deadline=-math.inf, failed=True)
-        return analysis.find_waiting(self.run.local_ranks, time.monotonic_ns(), deadline=self.deadline)
+        ranks, now, over = self.run.local_ranks, self.run.now, self.run.is_over
+        return analysis.find_waiting(ranks, now, deadline=self.deadline, failed=over)
 
     def check_if_due(self) -> list[str]:
         """`check`, if it is time for it. An error ends the watch and not the run."""
@@ -95,7 +94,7 @@ class HangWatch:
         lines = self._safely(self.check)
         since = [found[1] for rank in self.run.local_ranks if (found := rank.waiting_in()) is not None]
         due = min(since, default=math.inf) / 1e9 + self.deadline  # so that a hang is reported when it is one
-        if now < due < self.next_look:
+        if self._works and now < due < self.next_look:
             self.next_look = due + _MARGIN
         return lines
 
@@ -198,7 +197,7 @@ class HangWatch:
         ended = self.run.ranks.get(rank)
         if ended is None:
             return []
-        waiting = analysis.find_waiting(self.run.local_ranks, time.monotonic_ns(), deadline=-math.inf, failed=True)
+        waiting = analysis.find_waiting(self.run.local_ranks, time.monotonic_ns(), failed=True)
         suspects = [] if waiting is None else self.suspects(waiting)
         # Others may just not have reached the operation when it ended.
         suspects = [one for one in suspects if one.state is ProcessState.GONE or one.cause is analysis.Cause.DIFFERENT]
@@ -238,7 +237,7 @@ def report_for_error(directory: Path) -> list[str]:
     Under any launcher. Nothing if no collective has failed or is pending."""
     with contextlib.closing(RunFollower(directory, tail=_TAIL_FOR_ERROR)) as run:
         run.look()
-        waiting = analysis.find_waiting(run.local_ranks, run.now, deadline=-math.inf, failed=True)
+        waiting = analysis.find_waiting(run.local_ranks, run.now, failed=True)
         if waiting is None:
             return []
         suspects = HangWatch(run).suspects(waiting, within=_WITHIN_FOR_ERROR)

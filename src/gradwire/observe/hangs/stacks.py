@@ -113,23 +113,19 @@ def dump_stacks(pids: Mapping[Path, int], *, within: float) -> dict[Path, str]:
     py_spy = program() if pids else None
     if py_spy is None:
         return {}
-    words, none = [py_spy, "dump", "--nonblocking", "--json", "--pid"], subprocess.DEVNULL
-    started = {
-        key: subprocess.Popen([*words, str(pid)], stdin=none, stdout=subprocess.PIPE, stderr=none, errors="replace")
-        for key, pid in pids.items()
-    }
-    deadline = time.monotonic() + within
-    found: dict[Path, str] = {}
-    for key, process in started.items():
-        with process:
-            try:
-                out, _ = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                continue
-            if process.returncode == 0:
-                found[key] = out
-    return found
+    from concurrent.futures import ThreadPoolExecutor  # not before: few need it
+
+    def dump(pid: int) -> str:
+        command, nothing = [py_spy, "dump", "--nonblocking", "--json", "--pid", str(pid)], subprocess.DEVNULL
+        with contextlib.suppress(subprocess.SubprocessError):
+            done = subprocess.run(
+                command, stdin=nothing, capture_output=True, errors="replace", timeout=within, check=True
+            )
+            return done.stdout
+        return ""
+
+    with ThreadPoolExecutor(len(pids)) as pool:
+        return {key: text for key, text in zip(pids, pool.map(dump, pids.values())) if text}
 
 
 def _ask(path: Path, pid: int) -> int | None:

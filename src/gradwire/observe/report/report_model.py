@@ -252,10 +252,10 @@ def load_report(directory: Path) -> RunReport:
     rings: Iterable[Ring] = StoredRings(ranks)
     if len(ranks) == 1:
         rings = ranks_apart(list(rings))
-    errors: dict[int, RankError] = {}
-    for path, number in ranks.items():
-        header = headers[path]
-        if error := RankError.load(directory, header["rank"], name=str(header.get("member", ""))):
-            errors[number] = error
+    errors = {
+        number: error
+        for path, number in ranks.items()
+        if (error := RankError.load(directory, headers[path]["rank"], name=str(headers[path].get("member", ""))))
+    }
     hangs = saved_hangs(directory)
     return RunReport(rings, directory=directory, hangs=hangs, damaged=damaged, outcome=outcome, errors=errors)
