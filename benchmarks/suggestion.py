@@ -26,7 +26,7 @@ from gradwire.groups import C10dGroup, SharedMemoryGroup
 from gradwire.hooks.named import NAMED_HOOKS
 from gradwire.lab import hosts
 from gradwire.observe.report.report_model import load_report
-from gradwire.observe.report.suggest import CANDIDATES, measure, suggest, suggest_text
+from gradwire.observe.report.suggest import CANDIDATES, measure, suggest_text
 from gradwire.observe.units import duration
 from gradwire.parallel import DistributedDataParallel
 
@@ -80,7 +80,9 @@ def compare(mbit: float | None, size: str, steps: int) -> Iterator[str]:
     measured = {name: max(rank[name] for rank in ranks) for name in NAMES}
     yield f"{'shared memory' if mbit is None else f'{mbit:g} Mbit/s'}: mean {duration(measured['mean'])}"
     yield suggest_text(report)
-    for name, predicted in suggest(measure(report)).predicted.items():
+    step = measure(report)
+    for hook in CANDIDATES:
+        name, predicted = hook.name, step.predict(hook)
         off = predicted / measured[name] - 1
         yield f"  {name}: predicted {duration(predicted)}, measured {duration(measured[name])} ({off:+.0%})"
 

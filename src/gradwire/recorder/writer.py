@@ -100,9 +100,8 @@ class FlightRecorder:
         if HEADER.size + len(text) > PAGE:
             raise ValueError(f"FlightRecorder({path}): the header has {len(text)} bytes, of {PAGE - HEADER.size}")
         self.path = path
-        self.pid = os.getpid()
         size = PAGE + capacity * _SIZE
-        new = path.with_name(f".{path.name}.{self.pid}")
+        new = path.with_name(f".{path.name}.{os.getpid()}")
         fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with on_failure(new.unlink, missing_ok=True), open(fd, "r+b", buffering=0):
             os.posix_fallocate(fd, 0, size)  # see Note [A full disk]

@@ -17,10 +17,9 @@ time, with more steps for the same loss.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
 
 from gradwire.errors import UsageError
 from gradwire.observe.report.render import WIDTH
@@ -97,27 +96,18 @@ class MeasuredStep:
         return rest + computing + max(wire - (self.wire - self.exposed), last)
 
 
-class Suggestion(NamedTuple):
-    """What is predicted of a run, and the hook to use, if any."""
-
-    predicted: Mapping[str, float]
-    """By name of the hook: seconds per step."""
-    hook: Candidate | None
-
-
-def suggest(step: MeasuredStep) -> Suggestion:
-    """The hook for a run with such steps."""
-    predicted = {hook.name: step.predict(hook) for hook in CANDIDATES}
+def suggest(step: MeasuredStep) -> Candidate | None:
+    """The hook to use in a run with such steps, if any."""
     chosen, best = None, step.seconds
     usual = [hook for hook in CANDIDATES if hook.every == 1]
     needed = _GAIN_ON_ONE_HOST if step.on_one_host else _GAIN
-    if (least := min(predicted[hook.name] for hook in usual)) < (1 - needed) * best:
-        chosen = next(hook for hook in usual if (1 - _GAIN) * predicted[hook.name] <= least)
-        best = predicted[chosen.name]
+    if (least := min(map(step.predict, usual))) < (1 - needed) * best:
+        chosen = next(hook for hook in usual if (1 - _GAIN) * step.predict(hook) <= least)
+        best = step.predict(chosen)
     for hook in CANDIDATES:
-        if hook.every > 1 and predicted[hook.name] * hook.steps < (1 - _LARGE_GAIN) * best:
+        if hook.every > 1 and step.predict(hook) * hook.steps < (1 - _LARGE_GAIN) * best:
             chosen = hook
-    return Suggestion(predicted, chosen)
+    return chosen
 
 
 def suggest_text(report: RunReport) -> str:
@@ -154,16 +144,16 @@ def _lines(report: RunReport) -> Iterator[str]:
         yield "Larger buckets (bucket_cap_mb), or fewer steps that communicate (no_sync), save time."
         return
     found = suggest(step)
-    if found.hook is None and step.on_one_host:
+    if found is None and step.on_one_host:
         yield "Do not compress: there, hooks compute on the cores that ranks train with,"
         yield "and none is predicted to save a third of a step."
         return
-    shown = (hook for hook in CANDIDATES if hook.every == 1 or hook is found.hook)
-    yield f"Predicted: {', '.join(f'{hook.name} {duration(found.predicted[hook.name])}' for hook in shown)}."
-    if found.hook is None:
+    shown = (hook for hook in CANDIDATES if hook.every == 1 or hook is found)
+    yield f"Predicted: {', '.join(f'{hook.name} {duration(step.predict(hook))}' for hook in shown)}."
+    if found is None:
         yield f"Do not compress: no hook is predicted to save {_GAIN:.0%} of a step."
         return
-    yield from _paste(found.hook, step.seconds / found.predicted[found.hook.name])
+    yield from _paste(found, step.seconds / step.predict(found))
 
 
 def _paste(hook: Candidate, times: float) -> Iterator[str]:
