@@ -1,15 +1,4 @@
-"""Puts a `HookChain` where torch will call it: the four kinds of hook, by tensor, by node and by parameter name.
-
-Note [One torch hook per chain]
-    All hooks of one kind on one tensor or node share a chain, and torch has only the chain. One torch hook for each of ours would
-    lose a hook's place in its errors and, under compiled autograd, the rules about removal during a pass and every check of
-    results. The price is that torch's own hooks on the same tensor run before or after all of ours, not in between.
-
-Note [Where the chain lives]
-    Only in torch's own table of hooks, which is freed with the tensor or node; it is found there again by registering a candidate
-    and looking at its neighbors. So no table of ours keeps a tensor alive, and a tensor changed in place, for which torch begins a
-    new table, gets a new chain just as it gets new hooks.
-"""
+"""Registers hooks of the four kinds with torch, by tensor, by node and by parameter name."""
 
 from __future__ import annotations
 
@@ -24,17 +13,10 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.autograd.user_hooks.hook_chain import (
-    Hook,
-    HookChain,
-    Kind,
-    describe_value,
-    hook_name,
-    registration_lock,
-    require_callable,
-)
+from gradwire.autograd.user_hooks.checked_hook import CheckedHook, Hook, Kind, describe_value, hook_name
 from gradwire.errors import AutogradHookError, UsageError, UsageTypeError
 from gradwire.events import Handle
+from gradwire.runtime.dynamo import untraced_call
 
 
 def on_grad(tensor: torch.Tensor, fn: Hook) -> Handle:
@@ -104,7 +86,6 @@ def attach(module: torch.nn.Module, pattern: str, kind: Kind | str, fn: Hook) ->
         kind = Kind(kind)
     except ValueError:
         raise UsageError(f"attach(..., kind={kind!r}): the kinds are {', '.join(k.value for k in Kind)}.") from None
-    require_callable(fn, kind, f"the parameters named {pattern!r}")
     matches = _matching(module, pattern)
     frozen = [name for name, parameter in matches.items() if not parameter.requires_grad]
     if frozen:
@@ -147,7 +128,7 @@ class _Accumulator:
     makes another accumulator when the dtype or the device of a parameter changes, as `module.to()` does.
     """
 
-    def __init__(self, name: str = "", kind: Kind = Kind.AFTER_NODE, fn: Hook | None = None) -> None:
+    def __init__(self, name: str = "", kind: Kind = Kind.AFTER_NODE, fn: Any = None) -> None:
         self._name, self._kind, self._fn = name, kind, fn
         self._node: Node | None = None
         self._parameter: weakref.ref[torch.Tensor] | None = None
@@ -155,7 +136,7 @@ class _Accumulator:
         self._handle: Handle | None = None
 
     def __call__(self, module: torch.nn.Module, inputs: object = ()) -> None:
-        if self._fn is None:
+        if not self._name:  # a copy
             return
         parameter = module.get_parameter(self._name)
         on = parameter.dtype, parameter.device
@@ -218,7 +199,7 @@ def _on_tensor(tensor: torch.Tensor, kind: Kind, fn: Hook, target: str = "") -> 
         message = f"{problem}: {kind.value} hook on {target}. {advice}"
         raise AutogradHookError(message, hook=hook_name(fn), kind=kind.value, target=target)
     register = tensor.register_hook if kind is Kind.ON_GRAD else tensor.register_post_accumulate_grad_hook
-    return _join(register, kind, fn, target)
+    return _register(register, kind, fn, target)
 
 
 def _on_node(node: Node, kind: Kind, fn: Hook, target: str = "") -> Handle:
@@ -228,19 +209,12 @@ def _on_node(node: Node, kind: Kind, fn: Hook, target: str = "") -> Handle:
             f"cannot register a {kind.value} hook on {target}: it is not a node of the graph. Pass a tensor's `grad_fn`, or "
             f"for a leaf `torch.autograd.graph.get_gradient_edge(leaf).node` and keep that node alive."
         )
-    return _join(node.register_prehook if kind is Kind.BEFORE_NODE else node.register_hook, kind, fn, target)
+    return _register(node.register_prehook if kind is Kind.BEFORE_NODE else node.register_hook, kind, fn, target)
 
 
-def _join(register: Callable[[HookChain], RemovableHandle], kind: Kind, fn: Hook, target: str) -> Handle:
-    """Add `fn` to the chain in the table that `register` puts things into, or to a new one. See [Where the chain lives]."""
-    require_callable(fn, kind, target)
-    with registration_lock:
-        candidate = HookChain(kind)
-        registration = register(candidate)
-        candidate.uninstall = registration.remove
-        table = registration.hooks_dict_ref() or {}
-        for hook in list(table.values()):
-            if isinstance(hook, HookChain) and hook is not candidate:
-                registration.remove()
-                return hook.add(fn, target=target)
-        return candidate.add(fn, target=target)
+@untraced_call
+def _register(register: Callable[[CheckedHook], RemovableHandle], kind: Kind, fn: Hook, target: str) -> Handle:
+    hook = CheckedHook(fn, kind, target)
+    registration = register(hook)
+    hook.table = registration.hooks_dict_ref
+    return Handle(registration.remove)
