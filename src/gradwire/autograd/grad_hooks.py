@@ -32,7 +32,6 @@ from gradwire.runtime.threads import weakly
 
 _dtype = attrgetter("dtype")
 _OWN_HOOK = "gradwire_accumulated"
-_TABLES = "gradwire hook tables"
 
 
 class GradHooks:
@@ -184,10 +183,7 @@ def _is_own(hook: object) -> bool:
 
 def _tables(node: Any) -> tuple[dict[int, Any], ...]:
     """The hooks before and after a node. See Note [Tables of a node]."""
-    found: tuple[dict[int, Any], ...] | None = node.metadata.get(_TABLES)
-    if found is None:
-        handles = [register(lambda *_: None) for register in (node.register_prehook, node.register_hook)]
-        found = node.metadata[_TABLES] = tuple(handle.hooks_dict_ref() for handle in handles)
-        for handle in handles:
-            handle.remove()
-    return found
+    handles = [register(lambda *_: None) for register in (node.register_prehook, node.register_hook)]
+    for handle in handles:
+        handle.remove()
+    return tuple(handle.hooks_dict_ref() for handle in handles)

@@ -46,7 +46,7 @@ from gradwire.policies import (
     default_checks,
 )
 from gradwire.recorder.format import RecordKind
-from gradwire.reducer import BucketLayout, Reducer, ReducerOptions
+from gradwire.reducer import BucketLayout, Reducer
 from gradwire.reducer.buckets.layout import ParameterSpec, by_size
 from gradwire.reducer.checks.nonfinite import NonFiniteChecked, NonFiniteWatch
 from gradwire.reducer.hook.runner import HookRunner
@@ -123,13 +123,11 @@ class Replica(HookControls):
             layout,
             group=group,
             runner=self.runner,
-            options=ReducerOptions(
-                keep_views=policies.gradients is Gradients.VIEWS,
-                lazy_buckets=policies.buckets.memory is BucketMemory.DURING_BACKWARD,
-                track_unused=self.graph is Graph.FIND_UNUSED,
-                skip_unused=policies.skip_unused,
-                limits=tuple(policies.buckets.limits),
-            ),
+            limits=tuple(policies.buckets.limits),
+            keep_views=policies.gradients is Gradients.VIEWS,
+            lazy_buckets=policies.buckets.memory is BucketMemory.DURING_BACKWARD,
+            track_unused=self.graph is Graph.FIND_UNUSED,
+            skip_unused=policies.skip_unused,
         )
         self._choose_checks(specs)
         self.divergence = DivergenceSchedule(default_checks().check_divergence)

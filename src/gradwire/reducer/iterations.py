@@ -83,7 +83,7 @@ class Iterations:
         self.expects_backward = False
 
     def record(self, kind: RecordKind, label: str = "", *, event: Callable[[float, int], Event] | None = None) -> None:
-        self.events.step(kind, self.number, label=label, event=event)
+        self.events.record(kind, self.number, label=label, event=event)
 
     def fail(self, error: BaseException) -> None:
         """The step is lost: drop what is in flight, and tell the other ranks, which may be waiting for this one.

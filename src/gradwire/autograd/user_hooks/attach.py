@@ -18,6 +18,9 @@ from gradwire.errors import AutogradHookError, UsageError, UsageTypeError
 from gradwire.events import Handle
 from gradwire.runtime.dynamo import untraced_call
 
+_FROZEN = "cannot register a hook on a tensor that doesn't require gradient"
+_NO_LEAF = "post accumulate grad hooks cannot be registered on non-leaf tensors"
+
 
 def on_grad(tensor: torch.Tensor, fn: Hook) -> Handle:
     """Call `fn(grad)` when the gradient of `tensor` is complete; what it returns, unless None, takes its place.
@@ -89,13 +92,8 @@ def attach(module: torch.nn.Module, pattern: str, kind: Kind | str, fn: Hook) ->
     matches = _matching(module, pattern)
     frozen = [name for name, parameter in matches.items() if not parameter.requires_grad]
     if frozen:
-        raise AutogradHookError(
-            f"cannot register a hook on a tensor that doesn't require gradient: {kind.value} hook on {pattern!r}, which "
-            f"matches the frozen {', '.join(map(repr, frozen))}. Narrow the pattern, or call requires_grad_() first.",
-            hook=hook_name(fn),
-            kind=kind.value,
-            target=f"parameter {frozen[0]!r}",
-        )
+        advice = f"Narrow the pattern {pattern!r}, or call requires_grad_() first."
+        raise _refused(_FROZEN, kind, fn, f"parameter {', '.join(map(repr, frozen))}", advice)
     with ExitStack() as handles:
         for name, parameter in matches.items():
             if kind is Kind.ON_GRAD or kind is Kind.AFTER_ACCUMULATE:
@@ -189,15 +187,10 @@ def _on_tensor(tensor: torch.Tensor, kind: Kind, fn: Hook, target: str = "") -> 
     target = target or _describe(tensor)
     if not isinstance(tensor, torch.Tensor):
         raise UsageTypeError(f"cannot register a {kind.value} hook on {target}: it is not a tensor.")
-    problem = ""
     if not tensor.requires_grad:
-        problem = "cannot register a hook on a tensor that doesn't require gradient"
-    elif kind is Kind.AFTER_ACCUMULATE and tensor.grad_fn is not None:
-        problem = "post accumulate grad hooks cannot be registered on non-leaf tensors"
-    if problem:
-        advice = "Use on_grad for results of operations." if tensor.requires_grad else "Call requires_grad_() first."
-        message = f"{problem}: {kind.value} hook on {target}. {advice}"
-        raise AutogradHookError(message, hook=hook_name(fn), kind=kind.value, target=target)
+        raise _refused(_FROZEN, kind, fn, target, "Call requires_grad_() first.")
+    if kind is Kind.AFTER_ACCUMULATE and tensor.grad_fn is not None:
+        raise _refused(_NO_LEAF, kind, fn, target, "Use on_grad for results of operations.")
     register = tensor.register_hook if kind is Kind.ON_GRAD else tensor.register_post_accumulate_grad_hook
     return _register(register, kind, fn, target)
 
@@ -210,6 +203,11 @@ def _on_node(node: Node, kind: Kind, fn: Hook, target: str = "") -> Handle:
             f"for a leaf `torch.autograd.graph.get_gradient_edge(leaf).node` and keep that node alive."
         )
     return _register(node.register_prehook if kind is Kind.BEFORE_NODE else node.register_hook, kind, fn, target)
+
+
+def _refused(problem: str, kind: Kind, fn: Hook, target: str, advice: str) -> AutogradHookError:
+    message = f"{problem}: {kind.value} hook on {target}. {advice}"
+    return AutogradHookError(message, hook=hook_name(fn), kind=kind.value, target=target)
 
 
 @untraced_call

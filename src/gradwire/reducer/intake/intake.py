@@ -36,7 +36,7 @@ class GradientIntake:
         self.compiled = CompiledGradients(parameters, in_buckets=in_buckets)
         self.hooks: GradHooks | None = None
         self._parameters = list(parameters)
-        self._machine = machine
+        self.machine = machine
         self.limits = limits
         self._compiled_handle: Handle | None = None
         self._before_backward: Handle | None = None
@@ -93,7 +93,7 @@ class GradientIntake:
 
     def early(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> list[int]:
         """Compiled code has computed these gradients. Returns those that are to be reduced now."""
-        machine, compiled, uses = self._machine, self.compiled, self._machine.static_uses
+        machine, compiled, uses = self.machine, self.compiled, self.machine.static_uses
         if machine.state is not _RESTING:
             machine.computed_early(indices)
         if self._before_backward is None:
@@ -107,12 +107,12 @@ class GradientIntake:
 
     def _backward_called(self, tensors: Any) -> Callable[[], object] | None:
         """`backward` is called, from this model or from another one: see [Early gradients] in `compiled.py`."""
-        expected = self._machine.state in (State.ARMED, State.RUNNING) and self._may_take_early
+        expected = self.machine.state in (State.ARMED, State.RUNNING) and self._may_take_early
         return self.compiled.expect(tensors, self.hooks) if expected and self.hooks is not None else None
 
     def count(self, indices: Sequence[int]) -> list[Launch]:
         """These gradients have arrived, in this order. Returns the buckets to be launched now, in order."""
-        launches = self._machine.arrived(indices)
+        launches = self.machine.arrived(indices)
         filled: dict[int, int] = {}
         for launch in launches:
             filled[launch.filler] = filled.get(launch.filler, 0) + 1
@@ -121,11 +121,6 @@ class GradientIntake:
         if selected is not None and filled != {i: selected[i] for i in indices if i in selected}:
             self._select(None)
         return launches
-
-    @property
-    def unused(self) -> Collection[int]:
-        """Parameters of which no gradient is expected in this step."""
-        return self._machine.unused
 
     def gradients(self, members: Sequence[int]) -> list[Tensor | None]:
         """The gradients with which a bucket is launched."""
@@ -154,7 +149,7 @@ class GradientIntake:
     def missing(self, indices: Iterable[int]) -> list[int]:
         """Those of `indices` whose gradients have not arrived in this step. Changes nothing; any thread may call it."""
         arrived = frozenset() if self.hooks is None else self.hooks.waiting()
-        return [i for i in indices if not self._machine.ready[i] and i not in arrived]
+        return [i for i in indices if not self.machine.ready[i] and i not in arrived]
 
 
 _MOST_NAMES = 1000
