@@ -25,6 +25,7 @@ import torch
 
 from gradwire.events import Callbacks, Handle
 from gradwire.runtime.dynamo import untraced_call, untraced_frame
+from gradwire.runtime.threads import weakly
 
 Callback = Callable[..., Any]
 
@@ -58,19 +59,13 @@ def around_backward(event: Callbacks[Callback], fn: Callback) -> Handle:
     failed with RuntimeError
     >>> handle.remove()
     """
-    weak = weakref.WeakMethod(fn)
-
-    @untraced_call
-    def call(*args: Any) -> Any:
-        method = weak()
-        return None if method is None else method(*args)
-
     with _installing:
         for name, around in (("_engine_run_backward", _around), ("_make_grads", _around_arguments)):
             original = getattr(torch.autograd, name)
             if not hasattr(original, "_gradwire_original"):
                 setattr(torch.autograd, name, around(original))
-    handle = event.add(call)
+    # This marks the code of all functions that `weakly` makes: none of them is to be traced.
+    handle = event.add(untraced_call(weakly(fn)))
     weakref.finalize(fn.__self__, handle.remove).atexit = False  # type: ignore[attr-defined]
     return handle
 

@@ -4,10 +4,8 @@ Note [Hooks on accumulators]
 The engine runs a parameter's accumulator (`AccumulateGrad`) in every backward that reaches the parameter, with the sum of all that
 flows to it, or with nothing if a function before it has returned None. A hook on that node runs in both cases, after the gradient
 has been added to `.grad` and after all hooks that others have put on the parameter. torch's own DDP uses the same hook.
-
-Every hook appends the index of its parameter to a list; those that are selected also call. To append costs about a fifth of what a
-step of the reducer's costs, so the reducer selects the few gradients that filled buckets in the last step. Hooks hold the object
-of `on_arrival` weakly: a hook that owned the reducer, which owns the parameters, would keep a dropped model alive.
+Hooks hold the object of `on_arrival` weakly: a hook that owned the reducer, which owns the parameters, would keep a dropped model
+alive. What a call costs: see Note [Who calls] in `reducer/intake/intake.py`.
 
 Note [Tables of a node]
 torch shows the hooks of a tensor, and hides those of a node. But all of a node's hooks of one kind are in one table, to which the

@@ -46,7 +46,7 @@ from gradwire.policies import (
     default_checks,
 )
 from gradwire.recorder.format import RecordKind
-from gradwire.reducer import BucketLayout, Reducer
+from gradwire.reducer import BucketLayout, Reducer, ReducerOptions
 from gradwire.reducer.buckets.layout import ParameterSpec, by_size
 from gradwire.reducer.checks.nonfinite import NonFiniteChecked, NonFiniteWatch
 from gradwire.reducer.hook.runner import HookRunner
@@ -123,11 +123,13 @@ class Replica(HookControls):
             layout,
             group=group,
             runner=self.runner,
-            limits=tuple(policies.buckets.limits),
-            keep_views=policies.gradients is Gradients.VIEWS,
-            lazy_buckets=policies.buckets.memory is BucketMemory.DURING_BACKWARD,
-            track_unused=self.graph is Graph.FIND_UNUSED,
-            skip_unused=policies.skip_unused,
+            options=ReducerOptions(
+                keep_views=policies.gradients is Gradients.VIEWS,
+                lazy_buckets=policies.buckets.memory is BucketMemory.DURING_BACKWARD,
+                track_unused=self.graph is Graph.FIND_UNUSED,
+                skip_unused=policies.skip_unused,
+                limits=tuple(policies.buckets.limits),
+            ),
         )
         self._choose_checks(specs)
         self.divergence = DivergenceSchedule(default_checks().check_divergence)
@@ -222,7 +224,7 @@ class Replica(HookControls):
         """Rebuild buckets if due, and make buffers equal, or call `exchange`, which does both."""
         if self.recomputing:
             return
-        self.reducer.iterations.record(RecordKind.FORWARD_BEGAN)
+        self.reducer.events.record(RecordKind.FORWARD_BEGAN, self.reducer.iterations.number)
         self.agreement.before_forward(averaged=self.sync and self.module.training)
         with self.recovery.failing_forward():
             (exchange or self._exchange)()
@@ -260,7 +262,7 @@ class Replica(HookControls):
         """Expect the backward of this forward. Returns the output, which may pass through a sink."""
         if self.recomputing:
             return output
-        self.reducer.iterations.record(RecordKind.FORWARD_ENDED, event=ForwardEnded)
+        self.reducer.events.record(RecordKind.FORWARD_ENDED, self.reducer.iterations.number, event=ForwardEnded)
         if torch.is_grad_enabled():
             self.reducer.iterations.forward_ended()
             mark_outputs(output, self.reducer.iterations)

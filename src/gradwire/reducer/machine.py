@@ -2,10 +2,7 @@
 
 One instance lives through all steps of a model. It knows numbers of parameters and buckets, never tensors, groups or hooks,
 so every rule about order, unused parameters, two backwards, static graphs and failures is a row of a table test.
-
-Note [Launch order]
-Buckets are launched in index order on every rank, whatever the order in which they fill: the n-th collectives of all ranks
-must meet. A bucket that is full waits for those before it.
+A bucket that is full waits for those before it, because the n-th collectives of all ranks must meet.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,16 +45,24 @@ from gradwire.reducer.reductions import Reductions, Runner
 _RESTING = State.RESTING  # to look up a member of an Enum takes ten times as long
 
 
-class Reducer:
-    """Reduces the gradients of one model on one rank. The defaults are those of torch's DDP.
+@dataclass(frozen=True, slots=True)
+class ReducerOptions:
+    """How a reducer treats gradients and buckets. The defaults are those of torch's DDP."""
 
-    `limits`: sizes in bytes of the first, second, … bucket; the last one applies to all that follow.
-    `keep_views`: gradients are views of the buckets once their bucket has been launched.
-    `lazy_buckets`: bucket memory is allocated at launch and released at the end of the step.
-    `track_unused`: ranks exchange in every step which parameters they used. Else buckets are rebuilt once the order of gradients
-    is known.
-    `skip_unused`: buckets none of whose parameters are used are not reduced.
-    """
+    limits: tuple[int, ...]
+    """Sizes in bytes of the first, second, … bucket; the last one applies to all that follow."""
+    keep_views: bool = False
+    """Gradients are views of the buckets once their bucket has been launched."""
+    lazy_buckets: bool = False
+    """Bucket memory is allocated at launch and released at the end of the step."""
+    track_unused: bool = False
+    """Ranks exchange in every step which parameters they used. Else buckets are rebuilt once the order of gradients is known."""
+    skip_unused: bool = False
+    """Buckets none of whose parameters are used are not reduced."""
+
+
+class Reducer:
+    """Reduces the gradients of one model on one rank."""
 
     def __init__(
         self,
@@ -62,11 +71,7 @@ class Reducer:
         *,
         group: Group,
         runner: Runner,
-        limits: tuple[int, ...],
-        keep_views: bool = False,
-        lazy_buckets: bool = False,
-        track_unused: bool = False,
-        skip_unused: bool = False,
+        options: ReducerOptions,
     ) -> None:
         self.parameters = list(parameters)
         self.device = self.parameters[0].device
@@ -87,13 +92,15 @@ class Reducer:
         self.incomplete: Callable[[], object] | None = None
         """Called when a backward has ended in which some parameters got no gradient; it may raise."""
         self.machine = Machine(layout.members, [s.name for s in layout.parameters], rank=group.rank)
-        self.buckets = BucketBuffers(parameters, layout, keep_views=keep_views, lazy=lazy_buckets)
-        self.order = BucketOrder(layout.parameters, None if track_unused else limits)
-        self.used = UsedParameters(len(parameters), track=track_unused, device=self.device)
-        self.intake = GradientIntake(self.parameters, self.machine, in_buckets=keep_views, limits=limits)
+        self.buckets = BucketBuffers(parameters, layout, keep_views=options.keep_views, lazy=options.lazy_buckets)
+        self.order = BucketOrder(layout.parameters, None if options.track_unused else options.limits)
+        self.used = UsedParameters(len(parameters), track=options.track_unused, device=self.device)
+        self.intake = GradientIntake(
+            self.parameters, self.machine, in_buckets=options.keep_views, limits=options.limits
+        )
         self.reductions = Reductions(group, runner, self.buckets, self.intake, self.events)
         self.iterations = Iterations(self.parameters, group, self.machine, self.events, abandon=self.abandon)
-        self._skip_unused = skip_unused
+        self._skip_unused = options.skip_unused
         self._first_layout = layout
         self.backward_runs = False
         """Whether a backward is running that has reached the outputs of the model or one of its parameters."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gradwire.errors import GroupAborted
 from gradwire.groups import Group, ThreadGroup
 from gradwire.hooks import GradBucket
-from gradwire.reducer import BucketLayout, ParameterSpec, Reducer
+from gradwire.reducer import BucketLayout, ParameterSpec, Reducer, ReducerOptions
 from gradwire.reducer.machine import State
 
 
@@ -55,7 +55,7 @@ class World:
             BucketLayout.make(specs, [[3, 2], [1, 0]]),
             group=group,
             runner=self.launcher,
-            **{"limits": (8,)} | named,
+            options=ReducerOptions(**{"limits": (8,)} | named),
         )
         self.reducer.attach()
 
