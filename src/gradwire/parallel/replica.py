@@ -243,7 +243,7 @@ class Replica(HookControls):
         if self.reducer.machine.state is State.RESTING:
             self.reducer.intake.abandon()  # of a backward that is not reduced
         if torch.is_grad_enabled():
-            if self.reducer.intake.converted():
+            if (hooks := self.reducer.intake.hooks) is not None and hooks.converted():
                 self._follow_conversion()
             self.reducer.rebuild()
 

@@ -65,8 +65,7 @@ class Reductions:
     def _launch(self, launch: Launch) -> Pending:
         buckets, bucket = self._buckets, launch.bucket
         gradients = self._intake.gradients(buckets.layout.members[bucket])
-        buffer = buckets.fill(bucket, gradients, self.group, unused=self._intake.machine.unused)
-        full = buckets.as_grad_bucket(bucket, buffer, last=launch.last)
+        full = buckets.fill(bucket, gradients, self.group, last=launch.last, unused=self._intake.machine.unused)
         if writer.active is None and not self._events:
             return self.runner.start(full)
         return self._launch_watched(full)

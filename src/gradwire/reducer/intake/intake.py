@@ -14,7 +14,7 @@ buckets than last time, every gradient calls until the end of the step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -133,9 +133,6 @@ class GradientIntake:
         self._fillers = self._filled
         self.compiled.clear()
 
-    def converted(self) -> bool:
-        return self.hooks is not None and self.hooks.converted()
-
     def abandon(self) -> None:
         """The step has failed, or its gradients are not reduced."""
         if self.hooks is not None:
@@ -146,11 +143,6 @@ class GradientIntake:
         """Buckets have changed: it is not known which gradients fill them."""
         self._fillers, self._filled = {}, {}
 
-    def missing(self, indices: Iterable[int]) -> list[int]:
-        """Those of `indices` whose gradients have not arrived in this step. Changes nothing; any thread may call it."""
-        arrived = frozenset() if self.hooks is None else self.hooks.waiting()
-        return [i for i in indices if not self.machine.ready[i] and i not in arrived]
-
 
 _MOST_NAMES = 1000
 reducers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -158,14 +150,18 @@ reducers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def awaited_gradients() -> list[dict[str, Any]]:
-    """Of each model that is in a step: the bucket that is to be launched next, and the parameters in it without a gradient."""
+    """Of each model that is in a step: the bucket that is to be launched next, and the parameters in it without a gradient.
+
+    Changes nothing; any thread may call it.
+    """
     return [_facts(reducer) for reducer in list(reducers) if reducer.machine.state is not _RESTING]
 
 
 def _facts(reducer: Any) -> dict[str, Any]:
-    machine = reducer.machine
+    machine, hooks, used = reducer.machine, reducer.intake.hooks, reducer.used.uses
     bucket = min(machine.next_bucket, len(machine.members) - 1)
-    missing = [i for i in reducer.intake.missing(machine.members[bucket]) if i not in reducer.used.uses]
+    arrived = frozenset() if hooks is None else hooks.waiting()
+    missing = [i for i in machine.members[bucket] if not (machine.ready[i] or i in arrived or i in used)]
     return {
         "group": reducer.group.name,
         "group_id": reducer.group.ledger.events.group_id,
