@@ -6,10 +6,9 @@ Note [Why functions of torch's are replaced]
 The engine reports nothing about a backward that raises: it drops the callbacks queued for its end, and has none of a backward that
 fails in the loss, before it reaches the model. The only place that every failure passes, with its exception, is
 `_engine_run_backward`, which `torch.autograd.backward` looks up in its module at each call, however a program has imported
-`backward`. So that name is bound to a function around the original one, once per process, when the first callback is registered;
-without callbacks, and for backwards that succeed, it only passes the call on. Backwards that accumulate nothing, as
-`torch.autograd.grad`, are left alone. Errors in the arguments of `backward`, as a loss that is not a scalar, are raised before the
-engine is entered, by `_make_grads`, which is replaced in the same way.
+`backward`. So that name is bound to a function around the original one, once per process, when the first callback is registered.
+Backwards that accumulate nothing, as `torch.autograd.grad`, are left alone. Errors in the arguments of `backward`, as a loss that
+is not a scalar, are raised before the engine is entered, by `_make_grads`, which is replaced in the same way.
 """
 
 from __future__ import annotations

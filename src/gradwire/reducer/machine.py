@@ -38,17 +38,14 @@ class Launch:
 
 
 class Machine:
-    """Counts gradients down to launches.
-
-    `uses[i]` is how often parameter i becomes ready in one backward: once, unless a static graph uses it more often; a
-    parameter with 0 uses is ready from the start.
-    """
+    """Counts gradients down to launches."""
 
     def __init__(self, members: Sequence[Sequence[int]], names: Sequence[str], *, rank: int = 0) -> None:
         self.rank = rank
         self.names = tuple(names)
         self.story: list[str] = []
         self.static_uses: list[int] | None = None
+        """Of a static graph: how often each parameter becomes ready in one backward; one with 0 uses is ready from the start."""
         self.state = State.RESTING
         self.relayout(members)
         self._left: list[int] = []

@@ -17,6 +17,7 @@ from gradwire.autograd.user_hooks.checked_hook import CheckedHook, Hook, Kind, d
 from gradwire.errors import AutogradHookError, UsageError, UsageTypeError
 from gradwire.events import Handle
 from gradwire.runtime.dynamo import untraced_call
+from gradwire.runtime.threads import weakly
 
 _FROZEN = "cannot register a hook on a tensor that doesn't require gradient"
 _NO_LEAF = "post accumulate grad hooks cannot be registered on non-leaf tensors"
@@ -107,16 +108,8 @@ def _on_accumulator(module: torch.nn.Module, name: str, kind: Kind, fn: Hook) ->
     """Register `fn` on the gradient accumulator of a parameter, and again before a forward that finds another accumulator."""
     accumulator = _Accumulator(name, kind, fn)
     accumulator(module)
-    before_forward = module.register_forward_pre_hook(accumulator)
-    weak = weakref.ref(accumulator)  # a handle keeps no tensor alive; the module owns the accumulator
-
-    def remove() -> None:
-        accumulator = weak()  # before the module lets go of it
-        before_forward.remove()
-        if accumulator is not None:
-            accumulator.release()
-
-    return Handle(remove)
+    accumulator.before_forward = module.register_forward_pre_hook(accumulator)
+    return Handle(weakly(accumulator.remove))  # a handle keeps no tensor alive; the module owns the accumulator
 
 
 class _Accumulator:
@@ -125,6 +118,8 @@ class _Accumulator:
     A tensor holds its accumulator weakly, so the hook would be gone before the first backward if the node were not kept here. torch
     makes another accumulator when the dtype or the device of a parameter changes, as `module.to()` does.
     """
+
+    before_forward: RemovableHandle
 
     def __init__(self, name: str = "", kind: Kind = Kind.AFTER_NODE, fn: Any = None) -> None:
         self._name, self._kind, self._fn = name, kind, fn
@@ -141,13 +136,17 @@ class _Accumulator:
         same = self._parameter is not None and self._parameter() is parameter and on == self._on
         if same or not parameter.requires_grad:
             return
-        self.release()
+        self._release()
         self._parameter, self._on = weakref.ref(parameter), on
         self._node = get_gradient_edge(parameter).node
         target = f"the gradient accumulator of parameter {self._name!r}"
         self._handle = _on_node(self._node, self._kind, self._fn, target)
 
-    def release(self) -> None:
+    def remove(self) -> None:
+        self.before_forward.remove()
+        self._release()
+
+    def _release(self) -> None:
         if self._handle is not None:
             self._handle.remove()
         self._node = self._on = self._handle = None

@@ -53,10 +53,8 @@ class GradientIntake:
         self, on_arrival: Callable[[], object], early: Callable[[Sequence[int], Sequence[Tensor]], object]
     ) -> None:
         """Put hooks on the parameters. They call `on_arrival()`, and compiled code calls `early(indices, gradients)`."""
-        self.detach()
         self._compiled_handle = on_compiled_gradients(self._parameters, early, self.limits)
         self.hooks = GradHooks(self._parameters, on_arrival)
-        self._selected = None
 
     def detach(self) -> None:
         """Take the hooks off the parameters."""
