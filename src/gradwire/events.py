@@ -169,6 +169,9 @@ class Callbacks(Generic[F]):
     def __bool__(self) -> bool:
         return bool(self._entries)
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def __iter__(self) -> Iterator[F]:
         return iter(list(self._entries.values()))
 

@@ -42,7 +42,7 @@ def test_callbacks_keep_registration_order_and_duplicates() -> None:
 
     first, _, _ = callbacks.add(a), callbacks.add(b), callbacks.add(a)
     assert list(callbacks) == [a, b, a]
-    assert len(list(callbacks)) == 3
+    assert len(callbacks) == 3
     first.remove()
     assert list(callbacks) == [b, a]
     assert callbacks
@@ -53,7 +53,7 @@ def test_no_callbacks_are_false() -> None:
     assert not callbacks
     callbacks.add(print).remove()
     assert not callbacks
-    assert len(list(callbacks)) == 0
+    assert len(callbacks) == 0
 
 
 def test_iterating_walks_a_snapshot() -> None:
@@ -149,7 +149,7 @@ def test_adding_and_removing_from_many_threads_loses_nothing() -> None:
                 kept.append(handle)
 
     run_threads(threading.Thread(target=churn) for _ in range(8))
-    assert len(list(callbacks)) == len(kept) == 800
+    assert len(callbacks) == len(kept) == 800
     for handle in kept:
         handle.remove()
     assert not callbacks
