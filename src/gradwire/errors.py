@@ -85,7 +85,7 @@ class HookTypeError(HookError, UsageTypeError):
 class AutogradHookError(HookError):
     """An autograd hook could not be registered, or returned something it must not.
 
-    `kind` is the kind of hook, `place` its position in the chain counted from 1 (None at registration), `target` a
+    `kind` is the kind of hook, `place` its position counted from 1 (None at registration or once removed), `target` a
     description of the tensor, parameter or node it was registered on.
     """
 

@@ -133,8 +133,8 @@ class Handle:
 
     __slots__ = ("_remove",)
 
-    def __init__(self, remove: Callable[[], None]) -> None:
-        self._remove: Callable[[], None] | None = remove
+    def __init__(self, remove: Callable[[], object]) -> None:
+        self._remove: Callable[[], object] | None = remove
 
     def remove(self) -> None:
         """Remove the registration."""
@@ -155,22 +155,16 @@ F = TypeVar("F")
 class Callbacks(Generic[F]):
     """Callables in registration order. Iteration is over a snapshot, so callables may be added or removed during it."""
 
-    __slots__ = ("_entries", "_lock")
+    __slots__ = ("_entries",)
 
     def __init__(self) -> None:
-        self._entries: tuple[tuple[object, F], ...] = ()
-        self._lock = threading.Lock()
+        self._entries: dict[object, F] = {}
 
     def add(self, fn: F) -> Handle:
         """Register `fn`; the same function may be registered more than once."""
         key = object()
-        with self._lock:
-            self._entries += ((key, fn),)
-        return Handle(lambda: self._discard(key))
-
-    def _discard(self, key: object) -> None:
-        with self._lock:
-            self._entries = tuple(entry for entry in self._entries if entry[0] is not key)
+        self._entries[key] = fn
+        return Handle(lambda: self._entries.pop(key, None))
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -179,7 +173,7 @@ class Callbacks(Generic[F]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[F]:
-        return iter([fn for _, fn in self._entries])
+        return iter(list(self._entries.values()))
 
 
 def is_kept(error: BaseException) -> bool:

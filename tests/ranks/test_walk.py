@@ -20,8 +20,7 @@ MOST_FILES = 20
 CALLBACKS = {
     ("autograd/grad_hooks.py", "reducer/reducer.py"),  # GradHooks: on_arrival
     ("autograd/backward_end.py", "reducer/reducer.py"),  # at_backward_end
-    ("autograd/backward_errors.py", "reducer/reducer.py"),  # around_backward(RETURNED, ...)
-    ("runtime/threads.py", "reducer/reducer.py"),  # on_backward, through `weakly`
+    ("runtime/threads.py", "reducer/reducer.py"),  # on_backward and around_backward, through `weakly`
 }
 """Calls from a lower layer into a higher one: registered callbacks, which docs/design.md lists."""
 

@@ -7,11 +7,10 @@ from gradwire.autograd.backward_end import at_backward_end
 from gradwire.autograd.grad_hooks import GradHooks
 from gradwire.autograd.graph import reachable_parameters, tensors_in
 from gradwire.autograd.user_hooks.attach import after_accumulate, after_node, attach, before_node, on_grad
-from gradwire.autograd.user_hooks.hook_chain import HookChain, Kind
+from gradwire.autograd.user_hooks.checked_hook import Kind
 
 __all__ = [
     "GradHooks",
-    "HookChain",
     "Kind",
     "after_accumulate",
     "after_node",

@@ -6,10 +6,9 @@ Note [Why functions of torch's are replaced]
 The engine reports nothing about a backward that raises: it drops the callbacks queued for its end, and has none of a backward that
 fails in the loss, before it reaches the model. The only place that every failure passes, with its exception, is
 `_engine_run_backward`, which `torch.autograd.backward` looks up in its module at each call, however a program has imported
-`backward`. So that name is bound to a function around the original one, once per process, when the first callback is registered;
-without callbacks, and for backwards that succeed, it only passes the call on. Backwards that accumulate nothing, as
-`torch.autograd.grad`, are left alone. Errors in the arguments of `backward`, as a loss that is not a scalar, are raised before the
-engine is entered, by `_make_grads`, which is replaced in the same way.
+`backward`. So that name is bound to a function around the original one, once per process, when the first callback is registered.
+Backwards that accumulate nothing, as `torch.autograd.grad`, are left alone. Errors in the arguments of `backward`, as a loss that
+is not a scalar, are raised before the engine is entered, by `_make_grads`, which is replaced in the same way.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import torch
 
 from gradwire.events import Callbacks, Handle
 from gradwire.runtime.dynamo import untraced_call, untraced_frame
+from gradwire.runtime.threads import weakly
 
 Callback = Callable[..., Any]
 
@@ -58,19 +58,13 @@ def around_backward(event: Callbacks[Callback], fn: Callback) -> Handle:
     failed with RuntimeError
     >>> handle.remove()
     """
-    weak = weakref.WeakMethod(fn)
-
-    @untraced_call
-    def call(*args: Any) -> Any:
-        method = weak()
-        return None if method is None else method(*args)
-
     with _installing:
         for name, around in (("_engine_run_backward", _around), ("_make_grads", _around_arguments)):
             original = getattr(torch.autograd, name)
             if not hasattr(original, "_gradwire_original"):
                 setattr(torch.autograd, name, around(original))
-    handle = event.add(call)
+    # This marks the code of all functions that `weakly` makes: none of them is to be traced.
+    handle = event.add(untraced_call(weakly(fn)))
     weakref.finalize(fn.__self__, handle.remove).atexit = False  # type: ignore[attr-defined]
     return handle
 

@@ -4,10 +4,8 @@ Note [Hooks on accumulators]
 The engine runs a parameter's accumulator (`AccumulateGrad`) in every backward that reaches the parameter, with the sum of all that
 flows to it, or with nothing if a function before it has returned None. A hook on that node runs in both cases, after the gradient
 has been added to `.grad` and after all hooks that others have put on the parameter. torch's own DDP uses the same hook.
-
-Every hook appends the index of its parameter to a list; those that are selected also call. To append costs about a fifth of what a
-step of the reducer's costs, so the reducer selects the few gradients that filled buckets in the last step. Hooks hold the object
-of `on_arrival` weakly: a hook that owned the reducer, which owns the parameters, would keep a dropped model alive.
+Hooks hold the object of `on_arrival` weakly: a hook that owned the reducer, which owns the parameters, would keep a dropped model
+alive. What a call costs: see Note [Who calls] in `reducer/intake/intake.py`.
 
 Note [Tables of a node]
 torch shows the hooks of a tensor, and hides those of a node. But all of a node's hooks of one kind are in one table, to which the
@@ -32,7 +30,6 @@ from gradwire.runtime.threads import weakly
 
 _dtype = attrgetter("dtype")
 _OWN_HOOK = "gradwire_accumulated"
-_TABLES = "gradwire hook tables"
 
 
 class GradHooks:
@@ -184,10 +181,7 @@ def _is_own(hook: object) -> bool:
 
 def _tables(node: Any) -> tuple[dict[int, Any], ...]:
     """The hooks before and after a node. See Note [Tables of a node]."""
-    found: tuple[dict[int, Any], ...] | None = node.metadata.get(_TABLES)
-    if found is None:
-        handles = [register(lambda *_: None) for register in (node.register_prehook, node.register_hook)]
-        found = node.metadata[_TABLES] = tuple(handle.hooks_dict_ref() for handle in handles)
-        for handle in handles:
-            handle.remove()
-    return found
+    handles = [register(lambda *_: None) for register in (node.register_prehook, node.register_hook)]
+    for handle in handles:
+        handle.remove()
+    return tuple(handle.hooks_dict_ref() for handle in handles)

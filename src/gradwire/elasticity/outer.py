@@ -139,7 +139,7 @@ class OuterTraining(Training):
         fork, self._fork = self._fork, None
         assert fork is not None
         fork.commit()
-        self.replica.reducer.events.step(RecordKind.STEP_COMMITTED, self.committed)
+        self.replica.reducer.events.record(RecordKind.STEP_COMMITTED, self.committed)
         self.committed += 1
         self.moved = self.ending = self.prepared = False
         self.begun_from, self._reduced = [], self.replica.reducer.steps

@@ -149,7 +149,7 @@ class TrainingSteps(TrainedState):
         fork.commit()
         if behind is not None:
             self._fork = self.replica.runner.states.fork()  # of the step that has begun
-        self.replica.reducer.events.step(RecordKind.STEP_COMMITTED, self.committed)
+        self.replica.reducer.events.record(RecordKind.STEP_COMMITTED, self.committed)
         self.committed += 1
 
     def _update(self, step: int | None = None) -> None:

@@ -124,14 +124,14 @@ class TorchDdpHook:
             runner.states.next_step()
         ours = GradBucket(spec, buffer, bucket.parameters(), is_last=False)  # which gradwire hooks do not see
         events, step = self._events or ModelEvents(runner.group), runner.step
-        events.bucket(RecordKind.BUCKET_FULL, spec, step)
+        events.record(RecordKind.BUCKET_FULL, step, spec=spec)
         with torch.no_grad(), writer.within(events.place(step, spec.index)):
             pending = self._checks.start(runner, ours, overlap=self._own.overlaps)
-        events.bucket(RecordKind.BUCKET_LAUNCHED, spec, step, hook=runner.name)
+        events.record(RecordKind.BUCKET_LAUNCHED, step, spec=spec, label=runner.name)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         if device.type == "cuda" or not self._own.overlaps:
             future.set_result(pending.wait())
-            events.bucket(RecordKind.BUCKET_REDUCED, spec, step)
+            events.record(RecordKind.BUCKET_REDUCED, step, spec=spec)
             return future
 
         def fulfill(kept: HookRunner = runner) -> None:  # kept until its reduction is done, even if the model is freed
@@ -141,7 +141,7 @@ class TorchDdpHook:
             except BaseException as error:  # any exception: torch waits for this future without a timeout
                 future.set_exception(_as_exception(error, self._hook, spec))  # type: ignore[arg-type]  # torch's stub is wrong
             else:
-                events.bucket(RecordKind.BUCKET_REDUCED, spec, step)
+                events.record(RecordKind.BUCKET_REDUCED, step, spec=spec)
                 future.set_result(value)
 
         # torch waits for the future in C++ with no way to call back here, so one of our threads waits for the reduction.

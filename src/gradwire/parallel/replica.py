@@ -224,7 +224,7 @@ class Replica(HookControls):
         """Rebuild buckets if due, and make buffers equal, or call `exchange`, which does both."""
         if self.recomputing:
             return
-        self.reducer.iterations.record(RecordKind.FORWARD_BEGAN)
+        self.reducer.events.record(RecordKind.FORWARD_BEGAN, self.reducer.iterations.number)
         self.agreement.before_forward(averaged=self.sync and self.module.training)
         with self.recovery.failing_forward():
             (exchange or self._exchange)()
@@ -243,7 +243,7 @@ class Replica(HookControls):
         if self.reducer.machine.state is State.RESTING:
             self.reducer.intake.abandon()  # of a backward that is not reduced
         if torch.is_grad_enabled():
-            if self.reducer.intake.converted():
+            if (hooks := self.reducer.intake.hooks) is not None and hooks.converted():
                 self._follow_conversion()
             self.reducer.rebuild()
 
@@ -262,7 +262,7 @@ class Replica(HookControls):
         """Expect the backward of this forward. Returns the output, which may pass through a sink."""
         if self.recomputing:
             return output
-        self.reducer.iterations.record(RecordKind.FORWARD_ENDED, event=ForwardEnded)
+        self.reducer.events.record(RecordKind.FORWARD_ENDED, self.reducer.iterations.number, event=ForwardEnded)
         if torch.is_grad_enabled():
             self.reducer.iterations.forward_ended()
             mark_outputs(output, self.reducer.iterations)

@@ -20,7 +20,6 @@ from torch import Tensor
 from gradwire.autograd.backward_errors import COMPILED, FAILED, around_backward
 from gradwire.autograd.graph import reachable_parameters, reaches_mark
 from gradwire.errors import GroupAborted, GroupError, UsageRuntimeError
-from gradwire.events import Event
 from gradwire.groups.base import Group
 from gradwire.recorder.format import RecordKind
 from gradwire.recorder.writer import summary
@@ -82,9 +81,6 @@ class Iterations:
         self.number += 1
         self.expects_backward = False
 
-    def record(self, kind: RecordKind, label: str = "", *, event: Callable[[float, int], Event] | None = None) -> None:
-        self.events.step(kind, self.number, label=label, event=event)
-
     def fail(self, error: BaseException) -> None:
         """The step is lost: drop what is in flight, and tell the other ranks, which may be waiting for this one.
 
@@ -112,7 +108,8 @@ class Iterations:
     def reject(self, error: BaseException, *, skip: bool = False) -> None:
         """All ranks drop the step alike: the group stays as it is. `skip`: nothing is raised, so it has not failed."""
         self.last_error = f"{type(error).__name__}: {error}"
-        self.record(RecordKind.STEP_ENDED if skip else RecordKind.STEP_FAILED, "" if skip else summary(error))
+        kind, label = (RecordKind.STEP_ENDED, "") if skip else (RecordKind.STEP_FAILED, summary(error))
+        self.events.record(kind, self.number, label=label)
         self._abandon(self.last_error)
         self.ended()
 

@@ -2,10 +2,7 @@
 
 One instance lives through all steps of a model. It knows numbers of parameters and buckets, never tensors, groups or hooks,
 so every rule about order, unused parameters, two backwards, static graphs and failures is a row of a table test.
-
-Note [Launch order]
-Buckets are launched in index order on every rank, whatever the order in which they fill: the n-th collectives of all ranks
-must meet. A bucket that is full waits for those before it.
+A bucket that is full waits for those before it, because the n-th collectives of all ranks must meet.
 """
 
 from __future__ import annotations
@@ -41,17 +38,14 @@ class Launch:
 
 
 class Machine:
-    """Counts gradients down to launches.
-
-    `uses[i]` is how often parameter i becomes ready in one backward: once, unless a static graph uses it more often; a
-    parameter with 0 uses is ready from the start.
-    """
+    """Counts gradients down to launches."""
 
     def __init__(self, members: Sequence[Sequence[int]], names: Sequence[str], *, rank: int = 0) -> None:
         self.rank = rank
         self.names = tuple(names)
         self.story: list[str] = []
         self.static_uses: list[int] | None = None
+        """Of a static graph: how often each parameter becomes ready in one backward; one with 0 uses is ready from the start."""
         self.state = State.RESTING
         self.relayout(members)
         self._left: list[int] = []

@@ -41,46 +41,37 @@ class ModelEvents(EventSource):
         """Where records of this model's collectives belong: see `writer.within`."""
         return Place(step, bucket, self.model)
 
-    def step(
-        self, kind: RecordKind, step: int, *, label: str = "", event: Callable[[float, int], Event] | None = None
-    ) -> None:
-        """Something happened in a step. `event(time, rank)` makes what listeners get."""
-        self._report(kind, self.place(step), 0, label, event)
-
-    def bucket(
+    def record(
         self,
         kind: RecordKind,
-        spec: BucketSpec,
         step: int,
         *,
-        hook: str = "",
+        spec: BucketSpec | None = None,
+        label: str = "",
         event: Callable[[float, int], Event] | None = None,
     ) -> None:
-        """Something happened to a bucket. `event(time, rank)` makes what listeners get."""
-        self._report(kind, self.place(step, spec.index), spec.nbytes, hook, event)
+        """Something happened in a step, or in it to the bucket of this `spec`. `event(time, rank)` makes what listeners get."""
+        if event is not None:
+            self.emit_now(event)
+        recorder = writer.active
+        if recorder is not None:
+            bucket, nbytes = (-1, 0) if spec is None else (spec.index, spec.nbytes)
+            place = self.place(step, bucket)
+            recorder.put(kind, self.member(recorder), label=label, nbytes=nbytes, place=place)
 
     @contextlib.contextmanager
     def reduction(self, spec: BucketSpec, step: int, *, hook: str) -> Iterator[None]:
         """Around the reduction of a bucket that no `Reducer` launches."""
-        self.bucket(RecordKind.BUCKET_FULL, spec, step)
-        self.bucket(RecordKind.BUCKET_LAUNCHED, spec, step, hook=hook)
+        self.record(RecordKind.BUCKET_FULL, step, spec=spec)
+        self.record(RecordKind.BUCKET_LAUNCHED, step, spec=spec, label=hook)
         with writer.within(self.place(step, spec.index)):
             yield
-        self.bucket(RecordKind.BUCKET_REDUCED, spec, step)
+        self.record(RecordKind.BUCKET_REDUCED, step, spec=spec)
 
     def emit_now(self, event: Callable[[float, int], Event]) -> None:
         """Something happened that is not recorded: `event(time, rank)`, for listeners."""
         if self:
             self.emit(event(time.perf_counter(), self.rank))
-
-    def _report(
-        self, kind: RecordKind, place: Place, nbytes: int, label: str, event: Callable[[float, int], Event] | None
-    ) -> None:
-        if event is not None:
-            self.emit_now(event)
-        recorder = writer.active
-        if recorder is not None:
-            recorder.put(kind, self.member(recorder), label=label, nbytes=nbytes, place=place)
 
     def describe(self, layout: BucketLayout) -> None:
         """Let the recorder know which parameters the buckets hold, once for each recorder and layout."""

@@ -33,12 +33,11 @@ def odd_ones_out(group: Group, text: str, *, device: torch.device, label: str) -
     return [r for r, row in enumerate(gather_rows(group, mine, label=label)) if not torch.equal(row, mine)]
 
 
-def compare_parameters(group: Group, specs: Sequence[ParameterSpec], *, device: torch.device | None = None) -> None:
+def compare_parameters(group: Group, specs: Sequence[ParameterSpec], *, device: torch.device) -> None:
     """Raise LayoutError on every rank unless all have the same parameters; names the first that differs, and the ranks.
 
     On the wire: 32 bytes a rank; the descriptions are sent only when they differ.
     """
-    device = device or torch.device("cpu")
     text = json.dumps([spec.describe() for spec in specs])
     if not odd_ones_out(group, text, device=device, label="compare parameters"):
         return

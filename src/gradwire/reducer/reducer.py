@@ -332,7 +332,7 @@ class Reducer:
         try:
             if self.reductions.held is not None:
                 self.reductions.launch([self.reductions.held])
-            self.events.step(RecordKind.BACKWARD_ENDED, self.iterations.number, event=BackwardEnded)
+            self.events.record(RecordKind.BACKWARD_ENDED, self.iterations.number, event=BackwardEnded)
             with torch.no_grad():
                 self._put_back()
         except StepRejected as rejected:
@@ -348,7 +348,7 @@ class Reducer:
         self.steps += 1
         number, steps = self.iterations.number, self.steps
         self.iterations.ended()
-        self.events.step(RecordKind.STEP_ENDED, number, event=lambda time, rank: StepEnded(time, rank, steps))
+        self.events.record(RecordKind.STEP_ENDED, number, event=lambda time, rank: StepEnded(time, rank, steps))
 
     def _put_back(self) -> None:
         results = self.reductions.wait()

@@ -65,8 +65,7 @@ class Reductions:
     def _launch(self, launch: Launch) -> Pending:
         buckets, bucket = self._buckets, launch.bucket
         gradients = self._intake.gradients(buckets.layout.members[bucket])
-        buffer = buckets.fill(bucket, gradients, self.group, unused=self._intake.unused)
-        full = buckets.as_grad_bucket(bucket, buffer, last=launch.last)
+        full = buckets.fill(bucket, gradients, self.group, last=launch.last, unused=self._intake.machine.unused)
         if writer.active is None and not self._events:
             return self.runner.start(full)
         return self._launch_watched(full)
@@ -76,13 +75,13 @@ class Reductions:
         events, step, spec, bucket = self._events, self.step, full.spec, full.index()
         events.describe(self._buckets.layout)
         filled = partial(BucketFull, bucket=bucket, parameters=spec.names, numel=full.buffer().numel())
-        events.bucket(RecordKind.BUCKET_FULL, spec, step, event=filled)
+        events.record(RecordKind.BUCKET_FULL, step, spec=spec, event=filled)
         if self.first_nonfinite is not None and writer.active is not None:
             self.first_nonfinite(full, self.group, step)
         with writer.within(events.place(step, bucket)):
             pending = self.runner.start(full)
-        hook = "" if writer.active is None else self.runner.name
-        events.bucket(RecordKind.BUCKET_LAUNCHED, spec, step, hook=hook, event=partial(BucketLaunched, bucket=bucket))
+        hook, launched = "" if writer.active is None else self.runner.name, partial(BucketLaunched, bucket=bucket)
+        events.record(RecordKind.BUCKET_LAUNCHED, step, spec=spec, label=hook, event=launched)
         return pending
 
     def wait(self) -> list[tuple[int, Tensor]]:
@@ -96,7 +95,7 @@ class Reductions:
             self._buckets.put_back(results, unused)
         for bucket, _ in results:
             spec, reduced = self._buckets.storages[bucket].spec, partial(BucketReduced, bucket=bucket)
-            self._events.bucket(RecordKind.BUCKET_REDUCED, spec, self.step, event=reduced)
+            self._events.record(RecordKind.BUCKET_REDUCED, self.step, spec=spec, event=reduced)
             self._buckets.release(bucket)
 
     def drop(self) -> None:

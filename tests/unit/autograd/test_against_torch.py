@@ -192,7 +192,7 @@ def test_device_changed(outcomes: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_layout_without_a_type_name() -> None:
-    from gradwire.autograd.user_hooks.hook_chain import find_broken
+    from gradwire.autograd.user_hooks.checked_hook import find_broken
 
     broken = find_broken(len, torch.eye(2), torch.eye(2).to_sparse_csr())
     assert broken is not None

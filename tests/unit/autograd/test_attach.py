@@ -124,6 +124,15 @@ def test_removal_and_addition_during_a_pass(api: Any) -> None:
     assert log == ["first", "second", "|", "added", "|"]
 
 
+def test_hooks_of_torch_keep_their_place_among_ours() -> None:
+    w, log = leaf(), []
+    on_grad(w, say(log, "first"))
+    w.register_hook(say(log, "torch"))
+    on_grad(w, say(log, "last"))
+    w.sum().backward()
+    assert log == ["first", "torch", "last"]
+
+
 def test_handle_is_idempotent_and_a_context_manager(api: Any) -> None:
     w, log = leaf(), []
     with api.on_grad(w, say(log, "inside")) as handle:
@@ -196,7 +205,7 @@ def test_a_plain_tuple_after_a_tuple_subclass(outcomes: Any) -> None:
     assert mine == [6, 6]
 
 
-def test_torch_hooks_after_a_chain_never_see_a_tuple_subclass() -> None:
+def test_torch_hooks_never_see_a_tuple_subclass() -> None:
     pair = collections.namedtuple("pair", "only")
     w = leaf()
     y = w * 2

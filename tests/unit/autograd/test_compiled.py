@@ -138,7 +138,7 @@ def test_where_graphs_must_not_break_the_message_still_names_the_hook() -> None:
     with compiled_backward(fullgraph=True), pytest.raises(torch._dynamo.exc.Unsupported) as caught:
         small(smaller).backward()
     assert "failed: on_grad hook" in str(caught.value)
-    assert "smaller, 1 of 1 on tensor of shape (3,)" in str(caught.value)
+    assert "smaller on tensor of shape (3,)" in str(caught.value)
 
 
 def test_a_pass_runs_its_snapshot() -> None:

@@ -9,6 +9,7 @@ import gc
 import random
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -368,7 +369,8 @@ def test_graphs_that_are_replayed_stay_as_they_are(monkeypatch: pytest.MonkeyPat
 def test_what_was_compiled_with_the_pass_is_kept_whenever_inductor_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that was seen before inductor's first graph is not compiled again after it; until then nothing more is done."""
     compiler, calls, forgotten = "torch._inductor.compile_fx", [], []
-    monkeypatch.setattr(install, "_graphs", install._Graphs())
+    monkeypatch.setattr(install, "_models", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(install, "_code", {})
     monkeypatch.setattr(install, "_installer", lambda: lambda: calls.append("install"))
     monkeypatch.setattr("torch._dynamo.eval_frame.reset_code", forgotten.append)
     monkeypatch.setitem(sys.modules, "torch._inductor.config", object())

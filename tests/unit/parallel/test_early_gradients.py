@@ -550,6 +550,6 @@ def test_a_torch_whose_inductor_lacks_what_the_pass_needs(monkeypatch: pytest.Mo
     try:
         install.forward_begins(model, (1,))
         assert install._installer() is None
-        assert model not in install._graphs.models
+        assert model not in install._models
     finally:
         install._installer.cache_clear()

@@ -304,7 +304,7 @@ def test_the_right_parameters_are_found(data: st.DataObject) -> None:
                 factors[number].view(-1)[place] = value
         _loss(model, factors, replica).backward()
     late = _pending(replica)
-    assert late.flag.read()
+    assert late.is_bad()
     found, averages = late.check.released()
     kinds = {k: NonFiniteKind.NAN if math.isnan(v) else NonFiniteKind.INFINITE for k, (_, v) in bad.items()}
     assert set(found) == {(kinds[number], number, None) for number in bad}

@@ -34,7 +34,7 @@ DIFFERENCES = {
 
 def messages(group: Group, mine: list[ParameterSpec]) -> str:
     with pytest.raises(LayoutError) as caught:
-        compare_parameters(group, mine)
+        compare_parameters(group, mine, device=torch.device("cpu"))
     return str(caught.value)
 
 
@@ -63,7 +63,7 @@ def test_several_odd_ranks_are_named_together() -> None:
 def test_equal_parameters_cost_one_small_collective() -> None:
     def rank_main(group: Group) -> list[tuple[str, int]]:
         assert isinstance(group, Recording)
-        compare_parameters(group, [A, B, C])
+        compare_parameters(group, [A, B, C], device=torch.device("cpu"))
         return [(info.kind, info.bytes) for info in group.finished]
 
     assert run_ranks(rank_main, 3, wrap=Recording) == [[("all_gather_into_tensor", 32)]] * 3

@@ -153,7 +153,7 @@ def test_gradients_of_which_the_sign_is_not_computed_yet(group: Any, lazy: Tenso
     buckets = BucketBuffers([parameter, plain], layout, keep_views=False, lazy=False)
     buckets.allocate(layout, group)
     parameter.grad, plain.grad = lazy, torch.zeros_like(lazy)
-    buffer = buckets.fill(0, [lazy, plain.grad], group)
+    buffer = buckets.fill(0, [lazy, plain.grad], group, last=True, unused=()).buffer()
     assert buffer.tolist() == [*lazy.tolist(), 0, 0, 0]
     buckets.put_back([(0, torch.arange(6).to(lazy.dtype))])
     assert parameter.grad is lazy
@@ -184,4 +184,4 @@ def test_gradients_that_are_views_of_one_bucket_may_change_places(group: Any) ->
         ([second, third, first], [0, 1, 4, 5, 2, 3]),
         ([second, None, first], [4, 5, 0, 0, 0, 1]),
     ):
-        assert buckets.fill(0, order, group).tolist() == expected
+        assert buckets.fill(0, order, group, last=True, unused=()).buffer().tolist() == expected

@@ -21,16 +21,21 @@ from gradwire.autograd.compiled import op
 _COMPILER = "torch._inductor.compile_fx"
 """Imported when inductor compiles for the first time."""
 
+# Of these models and this code, Dynamo has no graphs without the ops they need: see Note [Graphs of before]. With their limits, and
+# how many graphs had been compiled without the ops for these.
+_models: weakref.WeakKeyDictionary[nn.Module, tuple[op.Limits, int]] = weakref.WeakKeyDictionary()
+_code: dict[tuple[int, op.Limits], tuple[types.CodeType, int]] = {}
+
 
 def forward_begins(model: nn.Module, limits: op.Limits) -> None:
     """What torch.compile compiles from now on reports gradients. `model` has a listener, with these limits."""
-    if _COMPILER not in sys.modules and model in _graphs.models:
+    if _COMPILER not in sys.modules and model in _models:
         return  # as in every forward of a program that compiles nothing
     if "torch._inductor.config" in sys.modules:  # else nothing is compiled, and to import it takes seconds
         install = _installer()
         if install is not None:
             install()
-            _graphs.renew(model, limits)
+            _renew(model, limits)
 
 
 @functools.cache
@@ -43,29 +48,18 @@ def _installer() -> Callable[[], None] | None:
     return install
 
 
-class _Graphs:
-    """The models, and the code, of which Dynamo has no graphs without the ops they need. See Note [Graphs of before]."""
+def _renew(model: nn.Module, limits: op.Limits) -> None:
+    """Have Dynamo forget what it compiled of `model` before there was a listener with these limits."""
+    without = op.graphs_without(limits)
+    if _models.get(model) == (limits, without):
+        return
+    from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
 
-    def __init__(self) -> None:
-        self.models: weakref.WeakKeyDictionary[nn.Module, tuple[op.Limits, int]] = weakref.WeakKeyDictionary()
-        """With their limits, and how many graphs had been compiled without the ops for these."""
-        self._code: dict[tuple[int, op.Limits], tuple[types.CodeType, int]] = {}
-
-    def renew(self, model: nn.Module, limits: op.Limits) -> None:
-        """Have Dynamo forget what it compiled of `model` before there was a listener with these limits."""
-        without = op.graphs_without(limits)
-        if self.models.get(model) == (limits, without):
-            return
-        from torch._dynamo.eval_frame import reset_code  # type: ignore[attr-defined]
-
-        self.models[model] = limits, without
-        for code in _code_of(model):
-            if self._code.get((id(code), limits)) != (code, without):
-                self._code[id(code), limits] = code, without
-                reset_code(code)
-
-
-_graphs = _Graphs()
+    _models[model] = limits, without
+    for code in _code_of(model):
+        if _code.get((id(code), limits)) != (code, without):
+            _code[id(code), limits] = code, without
+            reset_code(code)
 
 
 def _code_of(model: nn.Module) -> Iterator[types.CodeType]:

@@ -3,19 +3,10 @@
 Responsible for the op `gradwire::ready`, and for finding whose gradients it was given. It must not know what is done with gradients
 that are reported; `inductor_pass.py` puts the op into graphs.
 
-Note [A compiled backward is one node]
-For the engine, a compiled graph is a single node: its gradients leave it together when all have been computed, and only then are
-they accumulated and do hooks on parameters run. So an op stands in the compiled backward wherever a bucket may be full. It passes
-the gradients since the last op on to the listeners of their parameters; they also take their usual way.
-
-Note [What the op does not know]
-Compiled code is shared by the blocks of a model and, through inductor's cache, by processes. So the op has only the positions of
-gradients among the inputs of the compiled graph. When it runs, the engine is evaluating the node of that graph, whose edges lead to
-the accumulators of the inputs.
-
-Note [Which reports are complete]
-A parameter may also be used in another graph, another call of the same one, or outside the model. So a listener that acts on a
-report must first have checked, with `sole_edges`, that only one edge of the whole autograd graph leads to the parameter.
+An op passes the gradients since the last one on to the listeners of their parameters; they also take their usual way. How it
+finds these: see "Gradients of a compiled model" in docs/design.md. A parameter may also be used in another graph, another call of
+the same one, or outside the model. So a listener that acts on a report must first have checked, with `sole_edges`, that only one
+edge of the whole autograd graph leads to the parameter.
 
 Note [The order of reports]
 Two models may be in one graph and reduce over one group, where the n-th collectives of all ranks must meet. Where ops stand depends

@@ -1,15 +1,4 @@
-"""Puts a `HookChain` where torch will call it: the four kinds of hook, by tensor, by node and by parameter name.
-
-Note [One torch hook per chain]
-    All hooks of one kind on one tensor or node share a chain, and torch has only the chain. One torch hook for each of ours would
-    lose a hook's place in its errors and, under compiled autograd, the rules about removal during a pass and every check of
-    results. The price is that torch's own hooks on the same tensor run before or after all of ours, not in between.
-
-Note [Where the chain lives]
-    Only in torch's own table of hooks, which is freed with the tensor or node; it is found there again by registering a candidate
-    and looking at its neighbors. So no table of ours keeps a tensor alive, and a tensor changed in place, for which torch begins a
-    new table, gets a new chain just as it gets new hooks.
-"""
+"""Registers hooks of the four kinds with torch, by tensor, by node and by parameter name."""
 
 from __future__ import annotations
 
@@ -24,17 +13,14 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.autograd.user_hooks.hook_chain import (
-    Hook,
-    HookChain,
-    Kind,
-    describe_value,
-    hook_name,
-    registration_lock,
-    require_callable,
-)
+from gradwire.autograd.user_hooks.checked_hook import CheckedHook, Hook, Kind, describe_value, hook_name
 from gradwire.errors import AutogradHookError, UsageError, UsageTypeError
 from gradwire.events import Handle
+from gradwire.runtime.dynamo import untraced_call
+from gradwire.runtime.threads import weakly
+
+_FROZEN = "cannot register a hook on a tensor that doesn't require gradient"
+_NO_LEAF = "post accumulate grad hooks cannot be registered on non-leaf tensors"
 
 
 def on_grad(tensor: torch.Tensor, fn: Hook) -> Handle:
@@ -104,17 +90,11 @@ def attach(module: torch.nn.Module, pattern: str, kind: Kind | str, fn: Hook) ->
         kind = Kind(kind)
     except ValueError:
         raise UsageError(f"attach(..., kind={kind!r}): the kinds are {', '.join(k.value for k in Kind)}.") from None
-    require_callable(fn, kind, f"the parameters named {pattern!r}")
     matches = _matching(module, pattern)
     frozen = [name for name, parameter in matches.items() if not parameter.requires_grad]
     if frozen:
-        raise AutogradHookError(
-            f"cannot register a hook on a tensor that doesn't require gradient: {kind.value} hook on {pattern!r}, which "
-            f"matches the frozen {', '.join(map(repr, frozen))}. Narrow the pattern, or call requires_grad_() first.",
-            hook=hook_name(fn),
-            kind=kind.value,
-            target=f"parameter {frozen[0]!r}",
-        )
+        advice = f"Narrow the pattern {pattern!r}, or call requires_grad_() first."
+        raise _refused(_FROZEN, kind, fn, f"parameter {', '.join(map(repr, frozen))}", advice)
     with ExitStack() as handles:
         for name, parameter in matches.items():
             if kind is Kind.ON_GRAD or kind is Kind.AFTER_ACCUMULATE:
@@ -128,16 +108,8 @@ def _on_accumulator(module: torch.nn.Module, name: str, kind: Kind, fn: Hook) ->
     """Register `fn` on the gradient accumulator of a parameter, and again before a forward that finds another accumulator."""
     accumulator = _Accumulator(name, kind, fn)
     accumulator(module)
-    before_forward = module.register_forward_pre_hook(accumulator)
-    weak = weakref.ref(accumulator)  # a handle keeps no tensor alive; the module owns the accumulator
-
-    def remove() -> None:
-        accumulator = weak()  # before the module lets go of it
-        before_forward.remove()
-        if accumulator is not None:
-            accumulator.release()
-
-    return Handle(remove)
+    accumulator.before_forward = module.register_forward_pre_hook(accumulator)
+    return Handle(weakly(accumulator.remove))  # a handle keeps no tensor alive; the module owns the accumulator
 
 
 class _Accumulator:
@@ -147,7 +119,9 @@ class _Accumulator:
     makes another accumulator when the dtype or the device of a parameter changes, as `module.to()` does.
     """
 
-    def __init__(self, name: str = "", kind: Kind = Kind.AFTER_NODE, fn: Hook | None = None) -> None:
+    before_forward: RemovableHandle
+
+    def __init__(self, name: str = "", kind: Kind = Kind.AFTER_NODE, fn: Any = None) -> None:
         self._name, self._kind, self._fn = name, kind, fn
         self._node: Node | None = None
         self._parameter: weakref.ref[torch.Tensor] | None = None
@@ -155,20 +129,24 @@ class _Accumulator:
         self._handle: Handle | None = None
 
     def __call__(self, module: torch.nn.Module, inputs: object = ()) -> None:
-        if self._fn is None:
+        if not self._name:  # a copy
             return
         parameter = module.get_parameter(self._name)
         on = parameter.dtype, parameter.device
         same = self._parameter is not None and self._parameter() is parameter and on == self._on
         if same or not parameter.requires_grad:
             return
-        self.release()
+        self._release()
         self._parameter, self._on = weakref.ref(parameter), on
         self._node = get_gradient_edge(parameter).node
         target = f"the gradient accumulator of parameter {self._name!r}"
         self._handle = _on_node(self._node, self._kind, self._fn, target)
 
-    def release(self) -> None:
+    def remove(self) -> None:
+        self.before_forward.remove()
+        self._release()
+
+    def _release(self) -> None:
         if self._handle is not None:
             self._handle.remove()
         self._node = self._on = self._handle = None
@@ -208,17 +186,12 @@ def _on_tensor(tensor: torch.Tensor, kind: Kind, fn: Hook, target: str = "") -> 
     target = target or _describe(tensor)
     if not isinstance(tensor, torch.Tensor):
         raise UsageTypeError(f"cannot register a {kind.value} hook on {target}: it is not a tensor.")
-    problem = ""
     if not tensor.requires_grad:
-        problem = "cannot register a hook on a tensor that doesn't require gradient"
-    elif kind is Kind.AFTER_ACCUMULATE and tensor.grad_fn is not None:
-        problem = "post accumulate grad hooks cannot be registered on non-leaf tensors"
-    if problem:
-        advice = "Use on_grad for results of operations." if tensor.requires_grad else "Call requires_grad_() first."
-        message = f"{problem}: {kind.value} hook on {target}. {advice}"
-        raise AutogradHookError(message, hook=hook_name(fn), kind=kind.value, target=target)
+        raise _refused(_FROZEN, kind, fn, target, "Call requires_grad_() first.")
+    if kind is Kind.AFTER_ACCUMULATE and tensor.grad_fn is not None:
+        raise _refused(_NO_LEAF, kind, fn, target, "Use on_grad for results of operations.")
     register = tensor.register_hook if kind is Kind.ON_GRAD else tensor.register_post_accumulate_grad_hook
-    return _join(register, kind, fn, target)
+    return _register(register, kind, fn, target)
 
 
 def _on_node(node: Node, kind: Kind, fn: Hook, target: str = "") -> Handle:
@@ -228,19 +201,17 @@ def _on_node(node: Node, kind: Kind, fn: Hook, target: str = "") -> Handle:
             f"cannot register a {kind.value} hook on {target}: it is not a node of the graph. Pass a tensor's `grad_fn`, or "
             f"for a leaf `torch.autograd.graph.get_gradient_edge(leaf).node` and keep that node alive."
         )
-    return _join(node.register_prehook if kind is Kind.BEFORE_NODE else node.register_hook, kind, fn, target)
+    return _register(node.register_prehook if kind is Kind.BEFORE_NODE else node.register_hook, kind, fn, target)
 
 
-def _join(register: Callable[[HookChain], RemovableHandle], kind: Kind, fn: Hook, target: str) -> Handle:
-    """Add `fn` to the chain in the table that `register` puts things into, or to a new one. See [Where the chain lives]."""
-    require_callable(fn, kind, target)
-    with registration_lock:
-        candidate = HookChain(kind)
-        registration = register(candidate)
-        candidate.uninstall = registration.remove
-        table = registration.hooks_dict_ref() or {}
-        for hook in list(table.values()):
-            if isinstance(hook, HookChain) and hook is not candidate:
-                registration.remove()
-                return hook.add(fn, target=target)
-        return candidate.add(fn, target=target)
+def _refused(problem: str, kind: Kind, fn: Hook, target: str, advice: str) -> AutogradHookError:
+    message = f"{problem}: {kind.value} hook on {target}. {advice}"
+    return AutogradHookError(message, hook=hook_name(fn), kind=kind.value, target=target)
+
+
+@untraced_call
+def _register(register: Callable[[CheckedHook], RemovableHandle], kind: Kind, fn: Hook, target: str) -> Handle:
+    hook = CheckedHook(fn, kind, target)
+    registration = register(hook)
+    hook.table = registration.hooks_dict_ref
+    return Handle(registration.remove)

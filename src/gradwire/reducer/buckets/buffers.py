@@ -52,35 +52,30 @@ class BucketBuffers:
         self.parameters = [[self._all_parameters[i] for i in members] for members in layout.members]
 
     def fill(
-        self, bucket: int, gradients: Sequence[Tensor | None], group: Group, *, unused: Collection[int] = ()
-    ) -> Tensor:
-        """Bring gradients into a bucket. Returns its buffer, or the gradient itself if it is sparse.
+        self, bucket: int, gradients: Sequence[Tensor | None], group: Group, *, last: bool, unused: Collection[int]
+    ) -> GradBucket:
+        """Bring gradients into a bucket. Returns what a hook sees of it; of a sparse one, the gradient itself is the buffer.
 
         With `keep_views` each `.grad` becomes the view now, so that the gradient's own memory is free while backward goes on. Those
         of `unused` parameters stay as they are.
         """
-        storage = self.storages[bucket]
+        storage, parameters = self.storages[bucket], self.parameters[bucket]
         if self.lazy:
             storage.allocate(group)
         if storage.buffer is None:
-            return _sparse(gradients[0], self.parameters[bucket][0])
+            return GradBucket(storage.spec, _sparse(gradients[0], parameters[0]), parameters, is_last=last)
         try:
             storage.copy_in(gradients)
         except RuntimeError as error:
             storage.explain(gradients, error)
             raise
         if self.keep_views:
-            members = zip(self.layout.members[bucket], self.parameters[bucket], gradients, storage.views, strict=True)
+            members = zip(self.layout.members[bucket], parameters, gradients, storage.views, strict=True)
             for i, parameter, grad, view in members:
                 # Compiled code has reported some before they are accumulated: they are not in `.grad` yet.
                 if grad is not None and grad is not view and parameter.grad is grad and i not in unused:
                     parameter.grad = view
-        return storage.buffer
-
-    def as_grad_bucket(self, bucket: int, buffer: Tensor, *, last: bool) -> GradBucket:
-        """What a hook sees of a bucket that was filled."""
-        storage = self.storages[bucket]
-        return GradBucket(storage.spec, buffer, self.parameters[bucket], is_last=last, views=storage.views or None)
+        return GradBucket(storage.spec, storage.buffer, parameters, is_last=last, views=storage.views)
 
     def zeros(self) -> list[ZeroBucket]:
         """All buckets with nothing in them, in launch order, in memory of their own."""

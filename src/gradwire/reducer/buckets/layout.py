@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.errors import UsageError
 from gradwire.hooks.bucket import BucketSpec
 
 _COMPILED = "_orig_mod."
@@ -85,8 +84,6 @@ def by_size(
     >>> by_size(p, [400, 800])
     [[0], [1, 2], [3]]
     """
-    if not limits or any(limit <= 0 for limit in limits):
-        raise UsageError(f"bucket limits {list(limits)}: every bucket must be allowed more than 0 bytes.")
     done: list[list[int]] = []
     filling: defaultdict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     nbytes: Counter[tuple[torch.dtype, torch.device]] = Counter()

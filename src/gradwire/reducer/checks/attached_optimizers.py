@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from gradwire.autograd.optimizer_steps import Arguments, before_optimizer_steps
 from gradwire.collectives.finite import is_finite
@@ -51,7 +52,7 @@ class AttachedOptimizers:
         self._round: set[int] = set()
         """Which of them have stepped since the last call of `_on_step`."""
         self._on_step: Callable[[], object] = lambda: None
-        self._handles: list[Handle] = []
+        self._handles: list[RemovableHandle] = []
         self._others: Handle | None = None
         """Of the hook on optimizers that are not attached."""
         self._parameters: dict[int, Tensor] = {}
@@ -79,10 +80,8 @@ class AttachedOptimizers:
         self._on_step = stepped
         for index, optimizer in enumerate(optimizers):
             self._optimizers[optimizer] = index
-            self._handles += [
-                Handle(optimizer.register_step_pre_hook(self._before_step).remove),
-                Handle(optimizer.register_step_post_hook(self._after_step).remove),
-            ]
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def detach(self) -> None:
         """Remove the hooks on the optimizers. A step that they were to skip is made without gradients."""

@@ -1,4 +1,4 @@
-"""LateFlag and LateChecks: a result that stays on the device, and that the host reads one step later.
+"""LateChecks: a result that stays on the device, and that the host reads one step later.
 
 Note [Late results]
 A host that waits for the device before the optimizer's step loses its lead: a few percent of a step. So, where the device can act
@@ -14,10 +14,8 @@ again when the states of the hook are replaced, as in a recovery, and after `joi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from gradwire.collectives.finite import MAX_NORM_DTYPES
 from gradwire.reducer.buckets.layout import ParameterSpec
@@ -27,32 +25,23 @@ from gradwire.reducer.hook.hook_states import HookStates
 from gradwire.reducer.hook.runner import HookRunner
 
 
-class LateFlag:
-    """A number on a device that is copied to the host behind the work enqueued so far, and read later."""
+class LateCheck:
+    """The check of a step whose result is on the device: a flag that is copied to the host behind the work enqueued so far."""
 
-    def __init__(self, on_device: Tensor) -> None:
-        self.on_device = on_device
-        cuda = on_device.device.type == "cuda"
-        self._on_host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=cuda)
-        self._on_host.copy_(on_device, non_blocking=True)
-        self._copied = torch.cuda.current_stream(on_device.device).record_event() if cuda else None
+    def __init__(self, check: StepCheck, runner: HookRunner, step: int) -> None:
+        self.check, self.step = check, step
+        self.hook, self.states = runner.name, runner.states
+        self.flag = flag = check.release()
+        cuda = flag.device.type == "cuda"
+        self._on_host = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=cuda)
+        self._on_host.copy_(flag, non_blocking=True)
+        self._copied = torch.cuda.current_stream(flag.device).record_event() if cuda else None
 
-    def read(self) -> bool:
-        """Whether it is not 0. Waits until the device has computed it."""
+    def is_bad(self) -> bool:
+        """Whether the flag is 1. Waits until the device has computed it."""
         if self._copied is not None:
             self._copied.synchronize()
         return bool(self._on_host.item())
-
-
-@dataclass(frozen=True, slots=True)
-class LateCheck:
-    """The check of a step whose result is on the device."""
-
-    flag: LateFlag
-    check: StepCheck
-    step: int
-    hook: str
-    states: HookStates
 
 
 class LateChecks:
@@ -96,10 +85,9 @@ class LateChecks:
 
     def enqueue(self, check: StepCheck, runner: HookRunner, *, step: int) -> LateCheck:
         """All reductions of a step are enqueued: keep its result until the next step."""
-        late = LateCheck(LateFlag(check.release()), check, step, runner.name, runner.states)
-        self.pending = late
+        self.pending = late = LateCheck(check, runner, step)
         if self.skips:
-            runner.optimizers.skip_next(late.flag.on_device)
+            runner.optimizers.skip_next(late.flag)
         return late
 
     def take(self, runner: HookRunner) -> LateCheck | None:

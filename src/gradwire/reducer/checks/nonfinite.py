@@ -129,12 +129,12 @@ class NonFiniteChecked:
         inner, earlier = self._inner, self._late.take(self._inner)
         inner.optimizers.skip_if = None
         late = self._late.enqueue(check, inner, step=step) if self._is_late else None
-        of_earlier = self._handle(earlier) if earlier is not None and earlier.flag.read() else None
+        of_earlier = self._handle(earlier) if earlier is not None and earlier.is_bad() else None
         if of_earlier is not None and not isinstance(of_earlier, nonfinite_report.StepSkipped):
             return of_earlier
         # After a skipped step the host waits: gradients that were not zeroed are added to those of this step.
         if late is not None:
-            rejected = self._handle(late, later=False) if of_earlier is not None and late.flag.read() else None
+            rejected = self._handle(late, later=False) if of_earlier is not None and late.is_bad() else None
         else:
             rejected = self._wait(check, step)
         if rejected is None and of_earlier is not None and self._bad_gradients_left():
@@ -193,7 +193,7 @@ class NonFiniteChecked:
     def finish(self) -> None:
         """Wait for a result that would be read by the next step, and apply the policy. Every rank calls it."""
         late = self._late.take(self._inner)
-        rejected = self._handle(late) if late is not None and late.flag.read() else None
+        rejected = self._handle(late) if late is not None and late.is_bad() else None
         if isinstance(rejected, nonfinite_report.StepSkipped):
             if self._bad_gradients_left():
                 for _, p in self._inner.named_parameters:

@@ -50,12 +50,11 @@ class StepSkipped(StepRejected):
 
 @dataclass(frozen=True, slots=True)
 class RankFindings:
-    """What one rank has found first, and in how many parameters."""
+    """What one rank has found first, and in how many gradients."""
 
     gradient: Found | None
-    gradients: int
     average: Found | None
-    averages: int
+    gradients: int
 
 
 def any_rank(mine: bool, group: Group, device: torch.device) -> bool:
@@ -66,12 +65,12 @@ def any_rank(mine: bool, group: Group, device: torch.device) -> bool:
 def exchange(
     group: Group, gradients: Sequence[Found], averages: Sequence[Found], *, device: torch.device
 ) -> list[RankFindings]:
-    """What every rank has found. A collective: on the wire, 64 bytes per rank."""
+    """What every rank has found. A collective: on the wire, 56 bytes per rank."""
     # A NaN is named before an overflow.
     gradients = sorted(gradients, key=lambda found: found.kind is NonFiniteKind.BEYOND)
-    row = [number for found in (gradients, averages) for number in (*_numbers(found), len(found))]
+    row = [*_numbers(gradients), *_numbers(averages), len(gradients)]
     rows = gather_rows(group, torch.tensor(row, device=device), label="non-finite gradients").tolist()
-    return [RankFindings(_found(r[:3]), r[3], _found(r[4:7]), r[7]) for r in rows]
+    return [RankFindings(_found(r[:3]), _found(r[3:6]), r[6]) for r in rows]
 
 
 def _numbers(found: Sequence[Found]) -> tuple[int, int, int]:

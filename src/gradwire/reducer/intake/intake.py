@@ -14,7 +14,7 @@ buckets than last time, every gradient calls until the end of the step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -36,7 +36,7 @@ class GradientIntake:
         self.compiled = CompiledGradients(parameters, in_buckets=in_buckets)
         self.hooks: GradHooks | None = None
         self._parameters = list(parameters)
-        self._machine = machine
+        self.machine = machine
         self.limits = limits
         self._compiled_handle: Handle | None = None
         self._before_backward: Handle | None = None
@@ -53,10 +53,8 @@ class GradientIntake:
         self, on_arrival: Callable[[], object], early: Callable[[Sequence[int], Sequence[Tensor]], object]
     ) -> None:
         """Put hooks on the parameters. They call `on_arrival()`, and compiled code calls `early(indices, gradients)`."""
-        self.detach()
         self._compiled_handle = on_compiled_gradients(self._parameters, early, self.limits)
         self.hooks = GradHooks(self._parameters, on_arrival)
-        self._selected = None
 
     def detach(self) -> None:
         """Take the hooks off the parameters."""
@@ -93,7 +91,7 @@ class GradientIntake:
 
     def early(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> list[int]:
         """Compiled code has computed these gradients. Returns those that are to be reduced now."""
-        machine, compiled, uses = self._machine, self.compiled, self._machine.static_uses
+        machine, compiled, uses = self.machine, self.compiled, self.machine.static_uses
         if machine.state is not _RESTING:
             machine.computed_early(indices)
         if self._before_backward is None:
@@ -107,12 +105,12 @@ class GradientIntake:
 
     def _backward_called(self, tensors: Any) -> Callable[[], object] | None:
         """`backward` is called, from this model or from another one: see [Early gradients] in `compiled.py`."""
-        expected = self._machine.state in (State.ARMED, State.RUNNING) and self._may_take_early
+        expected = self.machine.state in (State.ARMED, State.RUNNING) and self._may_take_early
         return self.compiled.expect(tensors, self.hooks) if expected and self.hooks is not None else None
 
     def count(self, indices: Sequence[int]) -> list[Launch]:
         """These gradients have arrived, in this order. Returns the buckets to be launched now, in order."""
-        launches = self._machine.arrived(indices)
+        launches = self.machine.arrived(indices)
         filled: dict[int, int] = {}
         for launch in launches:
             filled[launch.filler] = filled.get(launch.filler, 0) + 1
@@ -121,11 +119,6 @@ class GradientIntake:
         if selected is not None and filled != {i: selected[i] for i in indices if i in selected}:
             self._select(None)
         return launches
-
-    @property
-    def unused(self) -> Collection[int]:
-        """Parameters of which no gradient is expected in this step."""
-        return self._machine.unused
 
     def gradients(self, members: Sequence[int]) -> list[Tensor | None]:
         """The gradients with which a bucket is launched."""
@@ -138,9 +131,6 @@ class GradientIntake:
         self._fillers = self._filled
         self.compiled.clear()
 
-    def converted(self) -> bool:
-        return self.hooks is not None and self.hooks.converted()
-
     def abandon(self) -> None:
         """The step has failed, or its gradients are not reduced."""
         if self.hooks is not None:
@@ -151,11 +141,6 @@ class GradientIntake:
         """Buckets have changed: it is not known which gradients fill them."""
         self._fillers, self._filled = {}, {}
 
-    def missing(self, indices: Iterable[int]) -> list[int]:
-        """Those of `indices` whose gradients have not arrived in this step. Changes nothing; any thread may call it."""
-        arrived = frozenset() if self.hooks is None else self.hooks.waiting()
-        return [i for i in indices if not self._machine.ready[i] and i not in arrived]
-
 
 _MOST_NAMES = 1000
 reducers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -163,14 +148,18 @@ reducers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def awaited_gradients() -> list[dict[str, Any]]:
-    """Of each model that is in a step: the bucket that is to be launched next, and the parameters in it without a gradient."""
+    """Of each model that is in a step: the bucket that is to be launched next, and the parameters in it without a gradient.
+
+    Changes nothing; any thread may call it.
+    """
     return [_facts(reducer) for reducer in list(reducers) if reducer.machine.state is not _RESTING]
 
 
 def _facts(reducer: Any) -> dict[str, Any]:
-    machine = reducer.machine
+    machine, hooks, used = reducer.machine, reducer.intake.hooks, reducer.used.uses
     bucket = min(machine.next_bucket, len(machine.members) - 1)
-    missing = [i for i in reducer.intake.missing(machine.members[bucket]) if i not in reducer.used.uses]
+    arrived = frozenset() if hooks is None else hooks.waiting()
+    missing = [i for i in machine.members[bucket] if not (machine.ready[i] or i in arrived or i in used)]
     return {
         "group": reducer.group.name,
         "group_id": reducer.group.ledger.events.group_id,

@@ -92,7 +92,6 @@ class UsedParameters:
         self.uses: Counter[int] = Counter()
         """Of each parameter, in the first backward of a static graph. One that failed may have counted some."""
         self._device = device
-        self._count = count
         self.seen: set[int] = set()
         """Parameters that have a gradient, perhaps from under no_sync: what has accumulated there is reduced later."""
         self._static_unused: frozenset[int] = frozenset()
@@ -112,7 +111,7 @@ class UsedParameters:
         """The parameters that no rank used. A collective, if they are exchanged in this step."""
         if not self.exchanged:
             return self._static_unused
-        mine = [i in self.seen for i in range(self._count)]
+        mine = [i in self.seen for i in range(len(self.counts))]
         self.counts = torch.tensor(mine, dtype=torch.int32, device=self._device)
         group.submit(all_reduce(self.counts, label="used parameters")).wait()
         self.seen.clear()

@@ -1,4 +1,4 @@
-"""HookChain by itself: its rules hold for any sequence of hooks, without an engine."""
+"""Hooks of gradwire's on torch's engine: their rules hold for any sequence of hooks. CheckedHook by itself: what it returns."""
 
 import gc
 import pickle
@@ -9,8 +9,11 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from gradwire.autograd import HookChain, Kind
+from gradwire import autograd
+from gradwire.autograd import Kind
+from gradwire.autograd.user_hooks.checked_hook import CheckedHook
 from gradwire.errors import AutogradHookError, AutogradHookTypeError, UsageTypeError
+from gradwire.events import Handle
 
 TUPLES = [Kind.BEFORE_NODE, Kind.AFTER_NODE]
 
@@ -38,22 +41,31 @@ def make_hook(kind: Kind, action: str, calls: list[int], number: int) -> Any:
     return hook
 
 
-def call(chain: HookChain, value: torch.Tensor) -> torch.Tensor:
-    if chain.kind in TUPLES:
-        rest = ((value,),) if chain.kind is Kind.AFTER_NODE else ()
-        result = chain((value,), *rest)
-        return value if result is None else result[0]
-    result = chain(value)
-    return value if result is None else result
+class Target:
+    """A tensor and its node, with hooks of one kind. `call` returns what they make of ones."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.w = torch.ones(2, requires_grad=True)
+        self.y, self.kind = self.w.clone(), kind
+        on_leaf = kind is Kind.AFTER_ACCUMULATE
+        self.target = self.w if on_leaf else self.y if kind is Kind.ON_GRAD else self.y.grad_fn
+
+    def add(self, hook: Any) -> Handle:
+        return getattr(autograd, self.kind.value)(self.target, hook)
+
+    def call(self) -> torch.Tensor:
+        self.w.grad = None
+        self.y.sum().backward(retain_graph=True)
+        return self.w.grad
 
 
 @given(kind=st.sampled_from([Kind.ON_GRAD, *TUPLES]), actions=st.lists(ACTIONS, max_size=6))
-def test_a_chain_is_the_composition_of_its_hooks(kind: Kind, actions: list[str]) -> None:
-    chain, calls = HookChain(kind), []
-    handles = [chain.add(make_hook(kind, action, calls, n), target="tensor 't'") for n, action in enumerate(actions)]
-    assert torch.equal(call(chain, torch.ones(2)), expect(actions, torch.ones(2)))
+def test_hooks_are_composed_in_order(kind: Kind, actions: list[str]) -> None:
+    target, calls = Target(kind), []
+    for n, action in enumerate(actions):
+        target.add(make_hook(kind, action, calls, n))
+    assert torch.equal(target.call(), expect(actions, torch.ones(2)))
     assert calls == list(range(len(actions)))
-    assert len(chain) == len(handles)
 
 
 @given(
@@ -66,7 +78,7 @@ def test_a_pass_runs_its_snapshot(
     kind: Kind, actions: list[str], removals: list[tuple[int, int]], additions: list[int]
 ) -> None:
     """Hook `who` removes hook `whom`, and some add another: this pass runs all that were registered at its start."""
-    chain, calls, handles = HookChain(kind), [], []
+    target, calls, handles = Target(kind), [], []
     count = len(actions)
     removals = [(who % count, whom % count) for who, whom in removals]
     additions = [who % count for who in additions]
@@ -77,7 +89,7 @@ def test_a_pass_runs_its_snapshot(
                 handles[whom].remove()
         for who in additions:
             if who == number:
-                chain.add(make_hook(kind, "add", calls, 100), target="tensor 't'")
+                target.add(make_hook(kind, "add", calls, 100))
 
     def wrap(number: int, hook: Any) -> Any:
         def meddling(*args: Any) -> Any:
@@ -88,32 +100,15 @@ def test_a_pass_runs_its_snapshot(
 
     for number, action in enumerate(actions):
         hook = wrap(number, make_hook(kind, action, calls, number))
-        handles.append(chain.add(hook, target="tensor 't'"))
-    assert torch.equal(call(chain, torch.ones(2)), expect(actions, torch.ones(2)))
+        handles.append(target.add(hook))
+    assert torch.equal(target.call(), expect(actions, torch.ones(2)))
     assert calls == list(range(count))
 
     calls.clear()
     removed = {whom for _, whom in removals}
     kept = [number for number in range(count) if number not in removed]
-    call(chain, torch.ones(2))
+    target.call()
     assert calls == kept + [100] * len(additions)
-
-
-@given(operations=st.lists(st.one_of(st.none(), st.integers(0, 9)), max_size=20))
-def test_handles_are_idempotent_and_uninstall_comes_when_the_last_goes(operations: list[int | None]) -> None:
-    uninstalled: list[int] = []
-    chain = HookChain(Kind.ON_GRAD, uninstall=lambda: uninstalled.append(len(chain)))
-    handles, alive, emptied = [], set(), 0
-    for operation in operations:
-        if operation is None:
-            handles.append(chain.add(lambda grad: None, target="t"))
-            alive.add(len(handles) - 1)
-        elif operation < len(handles):
-            handles[operation].remove()
-            emptied += alive == {operation}
-            alive.discard(operation)
-        assert len(chain) == len(alive)
-    assert uninstalled == [0] * emptied
 
 
 @pytest.mark.parametrize("kind", list(Kind))
@@ -122,57 +117,60 @@ def test_an_error_says_who_where_and_what(kind: Kind, place: int) -> None:
     def culprit(*args: Any) -> Any:
         return 3
 
-    chain = HookChain(kind)
+    target = Target(kind)
     for position in (1, 2, 3):
-        hook = culprit if position == place else lambda *args: None
-        chain.add(hook, target=f"parameter 'layer.{position}'")
+        target.add(culprit if position == place else lambda *args: None)
     with pytest.raises(AutogradHookTypeError) as caught:
-        call(chain, torch.ones(2))
+        target.call()
     error = caught.value
     assert (error.hook, error.kind, error.place) == ("culprit", kind.value, place)
-    assert error.target == f"parameter 'layer.{place}'"
-    for words in ("test_chain", "culprit", kind.value, f"{place} of 3", error.target, "Return None", "'int'"):
+    for words in ("culprit", kind.value, f"{place} of 3", error.target, "Return None", "'int'"):
         assert words in str(error) or (kind is Kind.AFTER_ACCUMULATE and words == "Return None")
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.place, copy.target) == (str(error), place, error.target)
 
 
+def test_a_hook_that_has_removed_itself_has_no_place_in_its_error() -> None:
+    target = Target(Kind.ON_GRAD)
+
+    def culprit(grad: torch.Tensor) -> int:
+        handle.remove()
+        return 3
+
+    handle = target.add(culprit)
+    with pytest.raises(AutogradHookTypeError, match=r"culprit on tensor of shape \(2,\)") as caught:
+        target.call()
+    assert caught.value.place is None
+
+
 def test_a_hook_after_the_one_that_failed_does_not_run() -> None:
-    chain, ran = HookChain(Kind.AFTER_ACCUMULATE), []
-    chain.add(lambda tensor: tensor * 2, target="t")
-    chain.add(ran.append, target="t")
+    target, ran = Target(Kind.AFTER_ACCUMULATE), []
+    target.add(lambda tensor: tensor * 2)
+    target.add(ran.append)
     with pytest.raises(AutogradHookError, match="Tensor post accumulate grad hooks should return None"):
-        chain(torch.ones(2))
+        target.call()
     assert not ran
 
 
 def test_after_accumulate_tolerates_the_tensor_itself() -> None:
-    chain = HookChain(Kind.AFTER_ACCUMULATE)
-    chain.add(lambda tensor: tensor, target="t")
-    assert chain(torch.ones(2)) is None
+    assert CheckedHook(lambda tensor: tensor, Kind.AFTER_ACCUMULATE, "t")(torch.ones(2)) is None
 
 
 @pytest.mark.parametrize("kind", TUPLES)
-def test_a_subclass_of_tuple_is_seen_as_it_is_and_handed_on_plain(kind: Kind) -> None:
+def test_a_subclass_of_tuple_is_handed_on_plain(kind: Kind) -> None:
     class Grads(tuple):
         pass
 
-    chain, seen = HookChain(kind), []
-    chain.add(lambda grads, *rest: Grads(grads), target="n")
-    chain.add(lambda grads, *rest: seen.append(type(grads)), target="n")
-    chain.add(lambda grads, *rest: tuple(grad * 2 for grad in grads), target="n")
-    result = chain((torch.ones(2),), *([()] if kind is Kind.AFTER_NODE else []))
-    assert seen == [Grads]
+    hook = CheckedHook(lambda grads, *rest: Grads(grad * 2 for grad in grads), kind, "n")
+    result = hook((torch.ones(2),), *([()] if kind is Kind.AFTER_NODE else []))
     assert type(result) is tuple
     assert result[0].tolist() == [2, 2]
-    chain.add(lambda grads, *rest: Grads(grads), target="n")
-    assert type(chain((torch.ones(2),), *([()] if kind is Kind.AFTER_NODE else []))) is tuple
 
 
 def test_compiled_autograd_hands_lists_and_hooks_see_tuples() -> None:
-    chain, seen = HookChain(Kind.AFTER_NODE), []
-    chain.add(lambda inputs, outputs: seen.append((type(inputs), type(outputs))), target="n")
-    assert chain([torch.ones(2)], [torch.ones(2)]) is None
+    seen: list[Any] = []
+    hook = CheckedHook(lambda inputs, outputs: seen.append((type(inputs), type(outputs))), Kind.AFTER_NODE, "n")
+    assert hook([torch.ones(2)], [torch.ones(2)]) is None
     assert seen == [(tuple, tuple)]
 
 
@@ -180,34 +178,30 @@ def test_compiled_autograd_hands_lists_and_hooks_see_tuples() -> None:
 @pytest.mark.parametrize("thing", [3, None, "hook", torch.ones(2)])
 def test_what_cannot_be_called_is_refused(kind: Kind, thing: Any) -> None:
     with pytest.raises(UsageTypeError, match="not callable") as caught:
-        HookChain(kind).add(thing, target="tensor 't'")
+        CheckedHook(thing, kind, "tensor 't'")
     assert isinstance(caught.value, TypeError)
     assert kind.value in str(caught.value)
     assert "tensor 't'" in str(caught.value)
 
 
-def test_torch_may_pickle_without_a_warning_only_if_every_hook_says_so() -> None:
+def test_torch_may_pickle_without_a_warning_only_if_the_hook_says_so() -> None:
     marked = torch.utils.hooks.unserializable_hook(lambda grad: None)
-    chain = HookChain(Kind.ON_GRAD)
-    chain.add(marked, target="t")
-    assert hasattr(chain, "__torch_unserializable__")
-    chain.add(lambda grad: None, target="t")
-    assert not hasattr(chain, "__torch_unserializable__")
+    assert hasattr(CheckedHook(marked, Kind.ON_GRAD, "t"), "__torch_unserializable__")
+    assert not hasattr(CheckedHook(lambda grad: None, Kind.ON_GRAD, "t"), "__torch_unserializable__")
 
 
-def test_the_repr_names_the_hooks() -> None:
-    chain = HookChain(Kind.ON_GRAD)
-    chain.add(torch.zeros_like, target="t")
-    chain.add(HookChain(Kind.ON_GRAD), target="t")  # an object without a name of its own
-    assert "zeros_like" in repr(chain)
-    assert repr(chain).endswith("gradwire.autograd.user_hooks.hook_chain.HookChain>")
+def test_the_repr_names_the_hook() -> None:
+    hook = CheckedHook(torch.zeros_like, Kind.ON_GRAD, "t")
+    assert "on_grad hook" in repr(hook)
+    assert "zeros_like" in repr(hook)
+    nameless = CheckedHook(hook, Kind.ON_GRAD, "t")  # an object without a name of its own
+    assert repr(nameless).endswith("gradwire.autograd.user_hooks.checked_hook.CheckedHook>")
 
 
 def test_a_finalizer_that_removes_another_hook_while_one_is_removed() -> None:
-    """Dropping a hook may run anything, such as the removal of a second hook of the same chain."""
-    uninstalled: list[bool] = []
-    chain = HookChain(Kind.ON_GRAD, uninstall=lambda: uninstalled.append(True))
-    other = chain.add(lambda grad: None, target="t")
+    """Dropping a hook may run anything, such as the removal of a second hook of the same tensor."""
+    target = Target(Kind.ON_GRAD)
+    other = target.add(lambda grad: None)
 
     class Owner:
         def __call__(self, grad: torch.Tensor) -> None: ...
@@ -215,33 +209,32 @@ def test_a_finalizer_that_removes_another_hook_while_one_is_removed() -> None:
         def __del__(self) -> None:
             other.remove()
 
-    first = chain.add(Owner(), target="t")
+    first = target.add(Owner())
     first.remove()
     gc.collect()
-    assert len(chain) == 0
-    assert uninstalled == [True]
+    assert not target.y._backward_hooks
 
 
-def test_threads_may_add_and_remove_while_the_chain_runs() -> None:
-    chain = HookChain(Kind.ON_GRAD)
-    chain.add(lambda grad: grad + 1, target="t")
+def test_threads_may_add_and_remove_while_hooks_run() -> None:
+    target = Target(Kind.ON_GRAD)
+    target.add(lambda grad: grad + 1)
     stop = threading.Event()
     errors: list[BaseException] = []
 
     def churn() -> None:
         try:
             while not stop.is_set():
-                chain.add(lambda grad: None, target="t").remove()
+                target.add(lambda grad: None).remove()
         except BaseException as error:
             errors.append(error)
 
     threads = [threading.Thread(target=churn) for _ in range(2)]
     for thread in threads:
         thread.start()
-    for _ in range(300):
-        assert chain(torch.zeros(1)).item() == 1
+    for _ in range(100):
+        assert target.call().tolist() == [2, 2]
     stop.set()
     for thread in threads:
         thread.join()
     assert not errors
-    assert len(chain) == 1
+    assert len(target.y._backward_hooks) == 1
