@@ -18,8 +18,7 @@ import torch
 from gradwire.collectives import Collective, OpKind
 from gradwire.errors import UNEVEN, CollectiveTimeout, GroupAborted, HookError, PeerLost
 from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted
-from gradwire.groups.completion import CompletionHooks
-from gradwire.groups.futures import FutureThreads
+from gradwire.groups.completion import CompletionHooks, FutureThreads
 from gradwire.groups.work import Work
 from gradwire.recorder import writer
 from gradwire.recorder.format import EPOCH_SHIFT, NO_PEER, ON_DEVICE, RecordKind, message_number

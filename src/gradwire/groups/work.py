@@ -26,9 +26,8 @@ from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.timeouts import wait_seconds
 from gradwire.errors import CollectiveTimeout, PeerLost, UsageError, again
 from gradwire.events import is_kept
-from gradwire.groups.completion import WorkInfo
+from gradwire.groups.completion import OutcomeFuture, WorkInfo
 from gradwire.groups.forked import refuse_in_child
-from gradwire.groups.futures import OutcomeFuture
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 

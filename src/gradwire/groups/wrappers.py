@@ -346,7 +346,7 @@ class NanCheck(TrackedWrapper):
     def submit(self, op: Collective) -> Work:
         """A send is checked on this rank only; collectives are checked on all ranks."""
         if op.kind is OpKind.SEND and not all(map(is_finite, op.inputs)):
-            raise self._error(op, self.rank)
+            raise self._error(op, [self.rank])
         return super().submit(op)
 
     def program(self, op: Collective) -> Program:
@@ -357,7 +357,7 @@ class NanCheck(TrackedWrapper):
             yield all_gather_into_tensor(flags, torch.tensor([bad], dtype=torch.uint8, device="cpu"), label="finite?")
             culprits = flags.nonzero().flatten().tolist()
             if culprits:
-                raise self._error(op, culprits[0], culprits)
+                raise self._error(op, culprits)
         yield op
         sums = op.kind in (OpKind.ALL_REDUCE, OpKind.REDUCE_SCATTER, OpKind.REDUCE_SCATTER_TENSOR)
         if sums and not all(map(is_finite, op.outputs)):
@@ -365,7 +365,7 @@ class NanCheck(TrackedWrapper):
             text += ". Scale down before the reduction, or reduce in a wider dtype."
             raise NonFiniteGradient(text, parameter=op.label or None, origin=Origin.OVERFLOW)
 
-    def _error(self, op: Collective, rank: int, ranks: list[int] | None = None) -> NonFiniteGradient:
-        who = f"ranks {ranks}" if ranks and len(ranks) > 1 else f"rank {rank}"
+    def _error(self, op: Collective, ranks: list[int]) -> NonFiniteGradient:
+        who = f"ranks {ranks}" if len(ranks) > 1 else f"rank {ranks[0]}"
         text = f"{op} of {self.name}: {who} contributed NaN or infinity. Check its batch, loss and learning rate."
-        return NonFiniteGradient(text, rank=rank, parameter=op.label or None, origin=Origin.GRADIENT)
+        return NonFiniteGradient(text, rank=ranks[0], parameter=op.label or None, origin=Origin.GRADIENT)

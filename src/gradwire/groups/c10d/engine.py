@@ -2,13 +2,12 @@
 option objects, reduce ops).
 
 Note [Why in pieces]
-Gloo moves a message over one connection from a single buffer, and while it writes a long one it hardly reads. When two ranks send
-to each other, a full-duplex link is then often used in one direction after the other: 3.6 MB each way over 100 Mbit/s took between
-0.30 and 0.60 s where the link needs 0.29. So all pieces are started at once, of which gloo's threads handle two at a time. Small
-ones keep both directions busy, and cost processor time. Steps with 4 and 8 bits, two hosts, as fractions of those with pieces of
-256 KiB: 0.94 with 64 KiB, 0.96 with 128 and 1.4 with 1024 at 100 Mbit/s; 1.11 with 64 and 1.03 with 128 at 1 Gbit/s, where the
-processor is the bound. More operations in flight did not help. Gloo's own ring all-reduce is already split into segments. Only what
-has the same size on all ranks is split.
+Gloo moves a message over one connection, and while it writes a long one it hardly reads. When two ranks send to each other, a
+full-duplex link is then often used in one direction after the other: 3.6 MB each way over 100 Mbit/s took between 0.30 and 0.60 s
+where the link needs 0.29. So an exchange is split into pieces, all started at once. Small ones keep both directions busy, and cost
+processor time. Steps with 4 and 8 bits, as fractions of those with pieces of 256 KiB: 0.94 with 64 KiB, 0.96 with 128 and 1.4 with
+1024 at 100 Mbit/s; 1.11 with 64 and 1.03 with 128 at 1 Gbit/s. Gloo splits its all-reduce itself. Only what has the same size on
+all ranks is split.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Makes gloo and NCCL engines: picks the address on which this host listens, and explains failed connections.
 
 Note [Gloo's address]
-By default gloo listens on the address that this host's name resolves to: on Debian 127.0.1.1, elsewhere perhaps nothing at all, and
-ranks on other hosts try to connect to themselves. Ranks that meet over TCP use the local address of their connection to the store,
-or, where that is a loopback address, the one at which ranks on other hosts have found the store. Ranks that meet in a private store
-are on one host, and use its loopback address. `GLOO_SOCKET_IFNAME`, which gloo reads itself, takes precedence.
+By default gloo listens on the address that this host's name resolves to: on Debian 127.0.1.1, elsewhere perhaps none. Ranks that
+meet over TCP use the local address of their connection to the store, or, where that is a loopback address, the one at which others
+have found the store. Ranks that meet in a private store use the loopback address. `GLOO_SOCKET_IFNAME`, which gloo reads itself,
+takes precedence.
 
 Note [Connecting on a thread]
 Gloo's constructor waits for all ranks, inside the store and then in its connections: up to five times its timeout, and without
@@ -12,9 +12,9 @@ noticing that one of them has died. So it runs on a thread, and this rank watche
 thread is abandoned: its store raises from then on, and a connection attempt is left to its timeout.
 
 Note [A store that needs no interpreter]
-Threads of NCCL's engine call its store for as long as it lives. A private store is written in Python: such a call waits for the
-interpreter lock, which may be held by a thread that is destroying the engine and joining its threads. So the engine gets one of
-torch's C++ stores, over a separate private file: each rank opens that file by its name, which it finds in the private store.
+NCCL's threads call its store for as long as it lives. A private store is written in Python: a call waits for the interpreter lock,
+which a thread that destroys the engine, and joins its threads, may hold. So the engine gets a C++ store of torch's, over a private
+file whose name is in the private store.
 """
 
 from __future__ import annotations

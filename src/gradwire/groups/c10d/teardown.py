@@ -1,11 +1,10 @@
 """Destroys torch.distributed engines without leaving a thread inside them.
 
 Note [The engine's threads and the interpreter's end]
-A C++ thread that waits for the interpreter lock when the interpreter shuts down is unwound by force, and the program aborts with
-"terminate called without an active exception". It may be a Python thread inside a call of the engine, such as its destructor, or a
-thread of gloo that drops the last reference to an operation's tensors. So when a group ends, and at interpreter exit, operations
-get a moment to finish. If some do not, gloo's connections are aborted, which fails everything in them. Then no Python thread is
-inside, and the destructor takes milliseconds. An engine that is still busy after that is not destroyed: a reference is leaked.
+A thread in C++ that waits for the interpreter lock when the interpreter shuts down is unwound by force, and the program aborts with
+"terminate called without an active exception". It may be inside a call of the engine, or a thread of gloo that drops the last
+reference to a tensor. So when a group ends, and at interpreter exit, operations get a moment to finish; then gloo's connections are
+aborted, which fails everything in them. An engine that is still busy after that is not destroyed: a reference is leaked.
 
 Note [Aborting gloo]
 `ProcessGroupGloo.abort()` leaves operations where they are. But a receive that times out closes all connections of its engine, and

@@ -1,11 +1,10 @@
 """`MpiEngine`: one communicator at work. Posts operations, tests whether they are over, and exchanges control messages.
 
 Note [Which thread makes progress]
-MPI moves bytes only while a thread calls it. A caller that waits tests its own requests, which moves all others too. Operations
-without a waiter, such as the buckets of a backward that still runs, are left to the engine's thread. It is not woken by a submit,
-which would hand the interpreter lock back and forth for every small operation; it polls, every tenth of a millisecond while
-something young is in flight, less often otherwise, and ends when nothing has been in flight for a while. It first sets `_running`
-to False and then checks what is in flight; `post` first registers its operation and then checks `_running`: one sees the other.
+MPI moves bytes only while a thread calls it. A caller that waits tests its own requests, which moves all others too. The rest is
+left to the engine's thread. A submit does not wake it, which would hand the interpreter lock back and forth; it polls, every tenth
+of a millisecond while something young is in flight, less often otherwise, and ends when nothing has been in flight for a while. It
+first sets `_running` to False and then checks what is in flight; `post` first registers its operation and then checks `_running`.
 
 Note [Which ranks have joined]
 A rank sends the others the number of collectives it has joined when one of them asks, when an operation of its own has been in
@@ -46,29 +45,21 @@ _ASK_PATIENCE, _ASK_AGAIN = 0.1, 0.5
 """Seconds that answers may take; seconds until the same is asked again."""
 
 
-_ROOM = 2048
-"""Bytes of a control message."""
-_LONGEST = _ROOM // 8
-"""Characters of text in it: each may take six bytes."""
+_LONGEST = 256
+"""Characters of text in a control message: so few that MPI sends it whole, and to receive it takes no time."""
 
 
 class ControlMessages:
     """What one rank sends and receives in one communicator: how many collectives it has joined, that it aborts, that it leaves.
-    A receive from any rank is always posted; sending never waits. All under the runtime's lock."""
+    Neither ever waits. All under the runtime's lock."""
 
     def __init__(self, mpi: MPI, comm: Comm, tag: int) -> None:
         self._mpi = mpi
         self._comm = comm
         self._tag = tag
-        self._room = bytearray(_ROOM)
         self._status = mpi.Status()
-        self._receive: Any = None
         self.unsent: list[tuple[Any, bytes]] = []
         """Sends that are not over."""
-        self._post_receive()
-
-    def _post_receive(self) -> None:
-        self._receive = self._comm.Irecv([self._room, self._mpi.BYTE], source=self._mpi.ANY_SOURCE, tag=self._tag)
 
     def send(self, rank: int, **message: Any) -> None:
         """Send `message` to `rank`."""
@@ -80,21 +71,14 @@ class ControlMessages:
 
     def receive(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """The messages that have arrived: (source, message)."""
-        while self._receive is not None and self._receive.Test(self._status):
-            data = bytes(self._room[: self._status.Get_count(self._mpi.BYTE)])
-            source = self._status.Get_source()
-            self._post_receive()
+        arrived, status = self._comm.Improbe, self._status
+        while (message := arrived(source=self._mpi.ANY_SOURCE, tag=self._tag, status=status)) is not None:
+            data, source = bytearray(status.Get_count(self._mpi.BYTE)), status.Get_source()
+            message.Recv([data, self._mpi.BYTE])
             yield source, json.loads(data)
         for sending in list(self.unsent):  # in place: a signal handler may send in between
             if sending[0].Test():
                 self.unsent.remove(sending)
-
-    def close(self) -> None:
-        """Receive no more."""
-        if self._receive is not None:
-            self._receive.Cancel()
-            self._receive.Wait()
-            self._receive = None
 
 
 @dataclass(slots=True)
@@ -312,8 +296,6 @@ class MpiEngine:
     def retire(self) -> None:
         """End without a message: all ranks have gone on to another communicator. This one is never freed."""
         if self._stop() is not None:
-            with self.runtime.lock:
-                self._control.close()
             self.runtime.keep_alive.memory.append(self._control)
 
     def _stop(self) -> list[PendingRequests] | None:
@@ -340,7 +322,6 @@ class MpiEngine:
             self._handle_messages()
             if any(peer.left is None for peer in self.peers.values()) or self._control.unsent:
                 return False
-            self._control.close()
             if self.clean and all(peer.clean and peer.joined == self.joined for peer in self.peers.values()):
                 self.comm.Free()
                 self.spare.Free()

@@ -93,6 +93,25 @@ def test_mpi_is_started_with_all_threads_if_nobody_has() -> None:
     fake.finalized = True  # so that nothing is done at exit
 
 
+def test_an_engine_is_settled_once_when_a_finalizer_sweeps_meanwhile() -> None:
+    fake = FakeMPI()
+    here, settled = Runtime(fake), []
+
+    class Departing:
+        def settle_departure(self) -> bool:
+            settled.append(self)
+            here.sweep()
+            return len(settled) > 1
+
+    engine = Departing()
+    here.keep_alive.departing.append(engine)
+    here.sweep()
+    assert (settled, here.keep_alive.departing) == ([engine], [engine])
+    here.sweep()
+    assert (settled, here.keep_alive.departing) == ([engine, engine], [])
+    fake.finalized = True
+
+
 def arrive(store: dist.Store, rank: int, world_rank: int) -> None:
     """What another rank writes into the store."""
     store.set(f"gradwire/mpi/1/process/{rank}", json.dumps(asdict(MemberProcess.current())))
