@@ -109,11 +109,8 @@ class Ledger:
             self._record_group(writer.active)
 
     def next_ordinal(self, op: Collective) -> int:
-        """The number of the next collective, the same on all ranks. Of a send or a receive, which not all ranks take part in,
-        which message to or from its peer it is: see `message_number`.
-
-        In its upper part it counts recoveries: the ranks of a failed group have submitted different numbers of operations.
-        """
+        """The number of the next collective, the same on all ranks, with the number of recoveries in its upper part: the ranks of a
+        failed group have submitted different numbers of operations. Of a message, which one of its peer it is: `message_number`."""
         if not op.kind.is_p2p:
             return self._epoch << EPOCH_SHIFT | next(self._collectives)
         key = op.kind, op.peer, op.tag

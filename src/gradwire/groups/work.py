@@ -240,8 +240,8 @@ class Work:
 
 
 def settle_together(works: Sequence[tuple[Work, int | None]], error: BaseException | None) -> None:
-    """Settle one operation of several ranks of this process, each with its source rank. The outcome of all is fixed before any rank
-    learns of it: the first that does may abort the group, and what all ranks have completed must not fail on some of them."""
+    """Settle one operation of several ranks of this process, each with its source rank. The outcome of all is fixed before any of
+    them can abort the group: what all ranks have completed must not fail on some."""
     outcome = [error]
     for work, _ in works:
         work._outcomes.append(outcome)

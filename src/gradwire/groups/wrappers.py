@@ -114,10 +114,8 @@ class Deadline(GroupWrapper):
 
 
 class Latched(GroupWrapper):
-    """After one operation has failed, refuses every later one at once, with the first failure as the cause.
-
-    Ranks that are out of step would otherwise match operations that do not belong together, or hang.
-    """
+    """After one operation has failed, refuses every later one at once, with the first failure as the cause: ranks that are out of
+    step would match operations that do not belong together, or hang."""
 
     def __init__(self, inner: Group) -> None:
         super().__init__(inner)
@@ -337,11 +335,8 @@ def _tensor(data: bytes) -> Tensor:
 
 
 class NanCheck(TrackedWrapper):
-    """All ranks learn which rank contributed NaN or infinity, before it spreads to all results.
-
-    Raises NonFiniteGradient on every rank, with the rank and the operation's label; also if the reduction of finite
-    inputs is not finite. On the wire: one byte per rank and operation.
-    """
+    """Raises NonFiniteGradient on all ranks, with the rank and the operation's label, if a rank contributes NaN or infinity, and if
+    the reduction of finite inputs is not finite. On the wire: one byte per rank and operation."""
 
     def submit(self, op: Collective) -> Work:
         """A send is checked on this rank only; collectives are checked on all ranks."""

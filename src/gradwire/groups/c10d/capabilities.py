@@ -95,8 +95,7 @@ def engines_of(pg: Any) -> dict[str, str]:
 
 
 def store_of(pg: Any) -> Any:
-    """The store of a process group; None if it has none that works: torch's FakeStore has no methods at all, and once its Python
-    half is gone it is an object of the abstract class."""
+    """The store of a process group; None if it has none that works: torch's FakeStore has no methods at all."""
     try:
         store = pg.get_group_store()
     except (AttributeError, RuntimeError):

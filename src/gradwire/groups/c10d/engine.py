@@ -62,10 +62,8 @@ _GLOO = _NCCL - {OpKind.REDUCE, OpKind.REDUCE_SCATTER_TENSOR, OpKind.ALL_TO_ALL}
 
 
 def takes_tensors(op: Collective, kinds: frozenset[OpKind], *, any_shape: bool = False) -> bool:
-    """Whether an engine that implements `kinds` takes this: plain tensors of the usual dtypes, one at a time.
-
-    Parts of shape [2, 3] may form [4, 3] as well as [2, 2, 3], so parts of one tensor must be flat unless it takes `any_shape`.
-    """
+    """Whether an engine that implements `kinds` takes this: plain tensors of the usual dtypes, one at a time. Parts of one tensor
+    must be flat, since parts of [2, 3] may form [4, 3] as well as [2, 2, 3], unless it takes `any_shape`."""
     if not is_native(op, kinds):
         return False
     kind, ins, outs = op.kind, op.inputs, op.outputs

@@ -261,8 +261,8 @@ class C10dGroup(Group):
         self._monitor.check_peers()
 
     def recover(self, timeout: float | None = None) -> None:
-        """Meet the other ranks; if they are out of step, continue over a new engine on the same store: an engine cannot cancel an
-        operation that some ranks have begun. The process group this group was made from is then no longer used."""
+        """Meet the other ranks; if they are out of step, continue over a new engine on the same store, without the process group:
+        an engine cannot cancel an operation that some ranks have begun."""
         limit = self._recovery_limit(timeout)
         if self._monitor.membership is None:
             super().recover(timeout)

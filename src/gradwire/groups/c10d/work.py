@@ -88,9 +88,8 @@ def wait_slice(native: Any, limit: float = _SLICE) -> bool:
     """Wait briefly for c10d's Work: True if it has finished, False if it still runs; raises if it failed.
 
     Note [Waiting in slices]
-    A wait that times out raises, leaves the operation running, and looks like a failure; so after one, `is_completed` is
-    checked, and a completed Work is waited on once more, which returns or raises at once. Slices let a thread see that its
-    owner is closing: a thread that is inside the engine when the interpreter shuts down may crash the process.
+    A wait that times out looks like a failure; so after one, `is_completed` is checked, and a completed Work is waited on once
+    more. Slices let a thread see that its owner is closing: one that is inside the engine at exit may crash the process.
     """
     try:
         native.wait(timedelta(seconds=max(limit, 0.002)))  # c10d rounds to milliseconds, and 0 would mean "forever"
