@@ -27,8 +27,7 @@ from gradwire.errors import GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d import capabilities
 from gradwire.groups.c10d.engine import C10dEngine
-from gradwire.groups.c10d.own_engines import ENGINE_MARGIN, make_gloo, make_nccl
-from gradwire.groups.c10d.teardown import Teardown, destroy, quiesce
+from gradwire.groups.c10d.own_engines import ENGINE_MARGIN, Teardown, destroy, make_gloo, make_nccl, quiesce
 from gradwire.groups.c10d.work import C10dWork, CompletionPoller, MessageThreads, SideStreams, wait_slice
 from gradwire.groups.failure.membership import Membership
 from gradwire.groups.failure.monitor import Monitor

@@ -222,7 +222,7 @@ def test_a_slot_that_is_used_again_is_not_taken_for_withdrawn(world: Any) -> Non
     groups = world(2)
     mailbox = groups[0]._engine.mailbox
     send = groups[0].submit(build.send(number(-1), dst=1))
-    wait_until(lambda: mailbox._sent, "the message is in a slot")  # a busy machine takes its time
+    wait_until(lambda: mailbox._sent, "the message is in a slot")
     send.ledger.expire(send)
     with pytest.raises(CollectiveTimeout):
         send.wait()
