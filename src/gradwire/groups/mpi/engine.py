@@ -4,7 +4,7 @@ Note [Which thread makes progress]
 MPI moves bytes only while a thread calls it. A caller that waits tests its own requests, which moves all others too. The rest is
 left to the engine's thread. A submit does not wake it, which would hand the interpreter lock back and forth; it polls, every tenth
 of a millisecond while something young is in flight, less often otherwise, and ends when nothing has been in flight for a while. It
-first sets `_running` to False and then checks what is in flight; `post` first registers its operation and then checks `_running`.
+first sets `_running` to False and then checks what is in flight; `post` first registers and then checks: one sees the other.
 
 Note [Which ranks have joined]
 A rank sends the others the number of collectives it has joined when one of them asks, when an operation of its own has been in
@@ -83,7 +83,6 @@ class MpiEngine:
         self.pending: dict[int, PendingRequests] = {}
         self._mpi = runtime.mpi
         self._native = native
-        self._status = runtime.mpi.Status()
         self._control_tag = native.tag_limit + 2
         self._unsent: list[tuple[Any, bytes]] = []
         """Control messages that are still being sent."""
@@ -218,7 +217,7 @@ class MpiEngine:
 
     def _messages(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """The control messages that have arrived: (source, message). Under the lock."""
-        probe, status, byte = self.comm.Improbe, self._status, self._mpi.BYTE
+        probe, status, byte = self.comm.Improbe, self._mpi.Status(), self._mpi.BYTE
         while (arrived := probe(source=self._mpi.ANY_SOURCE, tag=self._control_tag, status=status)) is not None:
             data, source = bytearray(status.Get_count(byte)), status.Get_source()
             arrived.Recv([data, byte])
