@@ -95,7 +95,8 @@ def engines_of(pg: Any) -> dict[str, str]:
 
 
 def store_of(pg: Any) -> Any:
-    """The store of a process group; None if it has none that works: torch's FakeStore has no methods at all."""
+    """The store of a process group; None if it has none that works: torch's FakeStore has no methods at all, and once its Python
+    half is gone it is an object of the abstract class."""
     try:
         store = pg.get_group_store()
     except (AttributeError, RuntimeError):
