@@ -97,15 +97,10 @@ def _check_outputs(op: OpFields) -> None:
         return
     a, b = pair
     if a is b and sum(t is a for t in op.outputs) == 1:
-        _refuse(
-            op,
-            f"an output, {_describe(a)} with strides {a.stride()}, has several elements at one address, as expand() makes them. "
-            "Pass t.contiguous() instead.",
-        )
-    _refuse(
-        op,
-        f"two outputs, {_describe(a)} and {_describe(b)}, share memory. Pass each output once, and none that overlap.",
-    )
+        output = f"an output, {_describe(a)} with strides {a.stride()}, has several elements at one address"
+        _refuse(op, f"{output}, as expand() makes them. Pass t.contiguous() instead.")
+    outputs = f"two outputs, {_describe(a)} and {_describe(b)}, share memory"
+    _refuse(op, f"{outputs}. Pass each output once, and none that overlap.")
 
 
 def _check_numbers(op: OpFields) -> None:
@@ -148,17 +143,13 @@ def _check_reduction(op: OpFields) -> None:
         raise UsageTypeError(f"{op.kind.value}: op is {reduce_op!r}. Pass a gradwire.ReduceOp, such as ReduceOp.SUM.")
     for t in op.inputs:
         if reduce_op not in REDUCES.get(t.dtype, ()):
-            _refuse(
-                op,
-                f"{reduce_op.name} of {_describe(t)} is not defined. Convert it first: AVG and PREMUL_SUM take floating-point and "
-                "complex numbers, MIN and MAX real ones, bitwise operations integers and bool.",
-            )
+            able = "AVG and PREMUL_SUM take floating-point and complex numbers, MIN and MAX real ones"
+            able += ", bitwise operations integers and bool"
+            _refuse(op, f"{reduce_op.name} of {_describe(t)} is not defined. Convert it first: {able}.")
         if t.is_sparse and reduce_op not in REDUCES_SPARSE.get(t.dtype, ()):
-            _refuse(
-                op,
-                f"{reduce_op.name} of a sparse tensor, {_describe(t)}, is not supported. Sparse tensors of wide floating-point, "
-                "complex and integer dtypes can be summed or averaged; use t.to_dense().",
-            )
+            able = "Sparse tensors of wide floating-point, complex and integer dtypes can be summed or averaged"
+            able += "; use t.to_dense()"
+            _refuse(op, f"{reduce_op.name} of a sparse tensor, {_describe(t)}, is not supported. {able}.")
     factor = op.factor
     if (reduce_op is ReduceOp.PREMUL_SUM) != (factor is not None):
         _refuse(op, f"op is {reduce_op.name} and factor is {factor!r}. PREMUL_SUM needs factor=, no other takes one.")

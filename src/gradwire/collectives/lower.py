@@ -10,7 +10,7 @@ It uses no group, engine or thread, so it is tested with simulated ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -39,6 +39,13 @@ def as_bytes(t: Tensor) -> Tensor:
     """The bytes of a plain tensor, in the same memory."""
     # Not view(-1): of none or one element any stride is contiguous, but only a stride of 1 can be viewed as bytes.
     return t.detach().as_strided((t.numel(),), (1,)).view(torch.uint8)
+
+
+def part_bytes(t: Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """Bytes of each rank's part of `t`, which is cut along dimension 0: by `splits`, or into equal parts where there are none."""
+    rows = t.shape[0] if t.dim() else 1
+    row = t.nbytes // rows if rows else 0
+    return [n * row for n in splits or [rows // size] * size]
 
 
 def on_copies(op: Collective, copied: Callable[[Tensor], Tensor]) -> Collective:
@@ -283,13 +290,9 @@ def _all_to_all(op: Collective, low: Lowering) -> Program:
 
 def _all_to_all_single(op: Collective, low: Lowering) -> Program:
     """The same on flat bytes, with both lists of split sizes written out."""
-    source, target = op.inputs[0], op.outputs[0]
-    row = (source.shape[1:].numel() if source.dim() else 1) * source.element_size()
-    splits = {}
-    for i, (name, t) in enumerate((("output_split_sizes", target), ("input_split_sizes", source))):
-        given = op.splits[i] if op.splits else ()
-        length = t.shape[0] if t.dim() else 1
-        splits[name] = [n * row for n in (given or [length // low.size] * low.size)]
+    source, target, (received, sent) = op.inputs[0], op.outputs[0], op.splits or ((), ())
+    out, given = part_bytes(target, received, low.size), part_bytes(source, sent, low.size)
+    splits = {"output_split_sizes": out, "input_split_sizes": given}
     yield from _taken(build.all_to_all_single(as_bytes(target), as_bytes(source), **splits, label=op.label), low)
 
 

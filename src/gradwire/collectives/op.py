@@ -96,21 +96,15 @@ def sent_bytes(op: Collective, rank: int, size: int) -> float:
             return (size - 1) * given
         case OpKind.BROADCAST | OpKind.REDUCE | OpKind.REDUCE_SCATTER | OpKind.REDUCE_SCATTER_TENSOR:
             return others * given
-        case OpKind.ALL_TO_ALL:
-            return given - _nbytes(op.inputs[rank])
-        case OpKind.ALL_TO_ALL_SINGLE if op.splits is not None and op.splits[1]:
-            rows = sum(op.splits[1])
-            return given * (rows - op.splits[1][rank]) / rows if rows else 0.0
+        case OpKind.ALL_TO_ALL | OpKind.SCATTER:
+            return given - _nbytes(op.inputs[rank]) if op.inputs else 0.0
         case OpKind.ALL_TO_ALL_SINGLE:
-            return others * given
+            rows = op.splits[1] if op.splits is not None else ()
+            return given * (sum(rows) - rows[rank]) / max(1, sum(rows)) if rows else others * given
         case OpKind.GATHER:
             return 0.0 if rank == op.root else given
-        case OpKind.SCATTER:
-            return given - _nbytes(op.inputs[rank]) if rank == op.root else 0.0
-        case OpKind.SEND:
+        case OpKind.SEND | OpKind.RECV | OpKind.BARRIER:
             return given
-        case OpKind.RECV | OpKind.BARRIER:
-            return 0.0
 
 
 def _nbytes(t: Tensor) -> int:

@@ -46,8 +46,7 @@ class Group(Verbs, ABC):
     as gloo does on different sizes, crash the process; the `Verified` wrapper adds the check to any group."""
 
     identifies_itself: bool = False
-    """Whether the constructor calls `ledger.identify` with what only the ranks of this group share. Records of several groups with
-    one name can then be told apart."""
+    """Whether the constructor calls `ledger.identify` with what only the ranks of this group share, for records."""
 
     in_one_process: bool = False
     """Whether all ranks are threads of this process, which share its autograd engine."""
@@ -116,8 +115,7 @@ class Group(Verbs, ABC):
         return work
 
     def check_usable(self, op: Collective) -> None:
-        """Raise if the group was closed, has failed or belongs to another process. (An error of a completion hook is raised by the
-        next wait: the other ranks submit the operation.)"""
+        """Raise if the group was closed, has failed or belongs to another process. (The next wait raises a hook's error.)"""
         if self.forked:
             self.refuse_in_child(str(op))
         ledger = self.ledger
@@ -202,8 +200,7 @@ class Group(Verbs, ABC):
         raise NoSubgroups(f"{type(self).__name__} does not make subgroups. Override subgroup(ranks, name=...).")
 
     def arrivals(self, work: Work) -> Arrivals | None:
-        """Which ranks have joined `work`, if the group can know: of a message to or from one rank, this one. Timeouts name the
-        missing ones."""
+        """Which ranks have joined `work`, if the group can know: timeouts name the missing ones."""
         return None if work.op.peer is None else Arrivals((self.rank,), (work.op.peer,))
 
     @property
@@ -212,8 +209,7 @@ class Group(Verbs, ABC):
         return self.ledger.events
 
     def on_completion(self, fn: CompletionHook) -> Handle:
-        """Call `fn(info)` once per finished operation, in completion order, on a thread of its own. Operations never wait for
-        hooks: what a slow hook has not been called for yet is queued without a limit."""
+        """Call `fn(info)` once per finished operation, in completion order, on a thread of its own, with a queue without limit."""
         return self.ledger.hooks.add(fn)
 
     def flush_completions(self, timeout: float = 10.0) -> bool:

@@ -18,8 +18,7 @@ import torch
 from gradwire.collectives import Collective, OpKind
 from gradwire.errors import UNEVEN, CollectiveTimeout, GroupAborted, HookError, PeerLost
 from gradwire.events import CollectiveFailed, CollectiveFinished, CollectiveStarted, CollectiveSubmitted
-from gradwire.groups.completion import CompletionHooks
-from gradwire.groups.futures import FutureThreads
+from gradwire.groups.completion import CompletionHooks, FutureThreads
 from gradwire.groups.work import Work
 from gradwire.recorder import writer
 from gradwire.recorder.format import EPOCH_SHIFT, NO_PEER, ON_DEVICE, RecordKind, message_number
@@ -110,11 +109,8 @@ class Ledger:
             self._record_group(writer.active)
 
     def next_ordinal(self, op: Collective) -> int:
-        """The number of the next collective, the same on all ranks. Of a send or a receive, which not all ranks take part in,
-        which message to or from its peer it is: see `message_number`.
-
-        In its upper part it counts recoveries: the ranks of a failed group have submitted different numbers of operations.
-        """
+        """The number of the next collective, the same on all ranks, with the number of recoveries in its upper part: the ranks of a
+        failed group have submitted different numbers of operations. Of a message, which one of its peer it is: `message_number`."""
         if not op.kind.is_p2p:
             return self._epoch << EPOCH_SHIFT | next(self._collectives)
         key = op.kind, op.peer, op.tag

@@ -18,7 +18,7 @@ Sizes = Sequence[int] | None
 
 
 class Verbs:
-    """Convenience over `submit`."""
+    """Convenience over `submit`, which also takes what has no parameter here, such as the `factor` of a reduce-scatter."""
 
     def submit(self, op: Collective) -> Work:
         raise NotImplementedError
@@ -49,18 +49,9 @@ class Verbs:
         """Make every rank's tensors equal to those of `src`, in place."""
         return self._do(build.broadcast(tensors, src=src, label=label), async_op)
 
-    def reduce(
-        self,
-        tensor: Tensor,
-        dst: int,
-        op: ReduceOp = SUM,
-        *,
-        factor: Factor = None,
-        async_op: bool = False,
-        label: str = "",
-    ) -> Work:
+    def reduce(self, tensor: Tensor, dst: int, op: ReduceOp = SUM, *, async_op: bool = False, label: str = "") -> Work:
         """Reduce over all ranks into the tensor of `dst`."""
-        return self._do(build.reduce(tensor, dst=dst, op=op, factor=factor, label=label), async_op)
+        return self._do(build.reduce(tensor, dst=dst, op=op, label=label), async_op)
 
     def all_gather(self, outputs: Parts, tensor: Tensor, *, async_op: bool = False, label: str = "") -> Work:
         """Fill `outputs[i]` with rank i's `tensor`."""
@@ -73,30 +64,16 @@ class Verbs:
         return self._do(build.all_gather_into_tensor(outputs, inputs, label=label), async_op)
 
     def reduce_scatter(
-        self,
-        output: Tensor,
-        inputs: Parts,
-        op: ReduceOp = SUM,
-        *,
-        factor: Factor = None,
-        async_op: bool = False,
-        label: str = "",
+        self, output: Tensor, inputs: Parts, op: ReduceOp = SUM, *, async_op: bool = False, label: str = ""
     ) -> Work:
         """Reduce `inputs[i]` over all ranks into rank i's `output`."""
-        return self._do(build.reduce_scatter(output, inputs, op=op, factor=factor, label=label), async_op)
+        return self._do(build.reduce_scatter(output, inputs, op=op, label=label), async_op)
 
     def reduce_scatter_tensor(
-        self,
-        outputs: Tensors,
-        inputs: Tensors,
-        op: ReduceOp = SUM,
-        *,
-        factor: Factor = None,
-        async_op: bool = False,
-        label: str = "",
+        self, outputs: Tensors, inputs: Tensors, op: ReduceOp = SUM, *, async_op: bool = False, label: str = ""
     ) -> Work:
         """Split each input into one part per rank and reduce part i into rank i's output."""
-        return self._do(build.reduce_scatter_tensor(outputs, inputs, op=op, factor=factor, label=label), async_op)
+        return self._do(build.reduce_scatter_tensor(outputs, inputs, op=op, label=label), async_op)
 
     def all_to_all(self, outputs: Parts, inputs: Parts, *, async_op: bool = False, label: str = "") -> Work:
         """Send `inputs[j]` to rank j and receive `outputs[i]` from rank i."""

@@ -26,9 +26,8 @@ from gradwire.collectives import Collective, OpKind
 from gradwire.collectives.timeouts import wait_seconds
 from gradwire.errors import CollectiveTimeout, PeerLost, UsageError, again
 from gradwire.events import is_kept
-from gradwire.groups.completion import WorkInfo
+from gradwire.groups.completion import OutcomeFuture, WorkInfo
 from gradwire.groups.forked import refuse_in_child
-from gradwire.groups.futures import OutcomeFuture
 from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 
@@ -241,8 +240,8 @@ class Work:
 
 
 def settle_together(works: Sequence[tuple[Work, int | None]], error: BaseException | None) -> None:
-    """Settle one operation of several ranks of this process, each with its source rank. The outcome of all is fixed before any rank
-    learns of it: the first that does may abort the group, and what all ranks have completed must not fail on some of them."""
+    """Settle one operation of several ranks of this process, each with its source rank. The outcome of all is fixed before any of
+    them can abort the group: what all ranks have completed must not fail on some."""
     outcome = [error]
     for work, _ in works:
         work._outcomes.append(outcome)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gradwire.collectives import build
 from gradwire.errors import CollectiveTimeout, GroupAborted, PeerLost
 from gradwire.groups import C10dGroup, ThreadGroup
-from gradwire.groups.c10d.teardown import abort_gloo
+from gradwire.groups.c10d.own_engines import abort_gloo
 from gradwire.groups.failure import membership
 from gradwire.groups.failure.membership import Membership
 from gradwire.groups.failure.monitor import Monitor

@@ -1,17 +1,16 @@
 """Which engine serves a process group on a device, and what it supports: known engines by name, Python ones by their class.
 
 Note [What a group written in Python supports]
-A subclass of torch's ProcessGroup inherits a method for every collective, and those it does not override look for a C++ backend
-that it may not have. So the class is inspected, once, for the methods it overrides; what it lacks is composed of those
-(`collectives.lower`). Nothing is tried on the wire, where ranks would get out of step. A method that can only raise
-NotImplementedError, or is abstract, does not count. If there is a C++ backend for the others, what that supports counts too.
+A subclass of torch's ProcessGroup inherits a method for every collective. So the class is inspected, once, for those that it
+overrides; what it lacks is composed of them (`collectives.lower`). Nothing is tried on the wire, where ranks would get out of step.
+A method that is abstract, or can only raise NotImplementedError, does not count. What a C++ backend of its supports counts too.
 
 The class does not show which tensors and reductions a method can handle, so it gets no more than torch's DDP would pass: plain
-tensors of the usual dtypes, one at a time, and SUM as the only reduction. (A group written for DDP may well ignore the option.)
-`reduce` is not used: some engines write into the tensors of ranks that are not the root.
+tensors of the usual dtypes, one at a time, and SUM as the only reduction. `reduce` is not used: some engines write into the tensors
+of ranks that are not the root.
 
 Its methods may block until the peers have called too, unless the class declares `asynchronous = True`, as our own adapter does:
-then they are called by the submitting thread, and a stuck operation occupies none of our threads.
+then they are called by the submitting thread.
 """
 
 from __future__ import annotations

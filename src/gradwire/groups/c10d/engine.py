@@ -1,11 +1,21 @@
 """What each torch.distributed engine supports natively, and how it is called. The only module that calls c10d's API (method names,
 option objects, reduce ops).
+
+Note [Why in pieces]
+Gloo moves a message over one connection, and while it writes a long one it hardly reads. When two ranks send to each other, a
+full-duplex link is then often used in one direction after the other: 3.6 MB each way over 100 Mbit/s took between 0.30 and 0.60 s
+where the link needs 0.29. So an exchange is split into pieces, all started at once. Small ones keep both directions busy, and cost
+processor time. Steps with 4 and 8 bits, as fractions of those with pieces of 256 KiB: 0.94 with 64 KiB, 0.96 with 128 and 1.4 with
+1024 at 100 Mbit/s; 1.11 with 64 and 1.03 with 128 at 1 Gbit/s. Gloo splits its all-reduce itself. Only what has the same size on
+all ranks is split.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +26,16 @@ from torch._C import _distributed_c10d as c10d
 
 from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.aliasing import is_native
-from gradwire.groups.c10d.chunked_exchange import cut
+from gradwire.collectives.lower import as_bytes
 
 _ARITHMETIC = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
+PIECE = 128 * 1024
+"""Bytes to each peer."""
+_MOST_PIECES = 64
+_MARGIN = timedelta(milliseconds=2)
 _TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
@@ -48,10 +62,8 @@ _GLOO = _NCCL - {OpKind.REDUCE, OpKind.REDUCE_SCATTER_TENSOR, OpKind.ALL_TO_ALL}
 
 
 def takes_tensors(op: Collective, kinds: frozenset[OpKind], *, any_shape: bool = False) -> bool:
-    """Whether an engine that implements `kinds` takes this: plain tensors of the usual dtypes, one at a time.
-
-    Parts of shape [2, 3] may form [4, 3] as well as [2, 2, 3], so parts of one tensor must be flat unless it takes `any_shape`.
-    """
+    """Whether an engine that implements `kinds` takes this: plain tensors of the usual dtypes, one at a time. Parts of one tensor
+    must be flat, since parts of [2, 3] may form [4, 3] as well as [2, 2, 3], unless it takes `any_shape`."""
     if not is_native(op, kinds):
         return False
     kind, ins, outs = op.kind, op.inputs, op.outputs
@@ -135,8 +147,61 @@ _CALLS: dict[OpKind, Callable[[Any, Collective, list[Tensor], list[Tensor], time
 
 
 def _gloo_call(pg: Any, op: Collective, timeout: float) -> Any:
-    """`call`, with large operations in pieces: see `chunked_exchange`."""
-    return cut(pg, op, timeout, call) or call(pg, op, timeout)
+    """`call`, with large exchanges in pieces: see Note [Why in pieces]."""
+    return cut(pg, op, timeout) or call(pg, op, timeout)
+
+
+def cut(pg: Any, op: Collective, timeout: float) -> Any:
+    """`op`, started in pieces, as an object with c10d's Work interface; None if it is not split."""
+    equal = op.kind is OpKind.ALL_GATHER_INTO_TENSOR or (op.kind is OpKind.ALL_TO_ALL_SINGLE and op.splits is None)
+    if not equal or op.device.type != "cpu" or len(op.inputs) != 1 or pg.size() == 1:
+        return None
+    whole = op.outputs[0].nbytes // pg.size()
+    if whole < 2 * PIECE:
+        return None
+    ins, outs = as_bytes(op.inputs[0]), as_bytes(op.outputs[0]).view(pg.size(), whole)
+    if op.kind is OpKind.ALL_TO_ALL_SINGLE:
+        ins = ins.view(outs.shape)
+    length = max(PIECE, -(-whole // _MOST_PIECES // 16) * 16)
+
+    def begin(at: int) -> tuple[Any, Callable[[], object]]:
+        place = outs[:, at : at + length]
+        sent = ins[..., at : at + length].contiguous()
+        came = torch.empty_like(place, memory_format=torch.contiguous_format)
+        native = call(pg, replace(op, inputs=(sent.view(-1),), outputs=(came.view(-1),)), timeout)
+        return native, lambda: place.copy_(came)
+
+    return Pieces([begin(at) for at in range(0, whole, length)])
+
+
+class Pieces:
+    """Stands in for c10d's Work: done when every piece is done and in place."""
+
+    def __init__(self, steps: list[tuple[Any, Callable[[], object]]]) -> None:
+        """`steps` has c10d's Work of each piece, and what to do when that is done."""
+        self._steps = steps[::-1]
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for all; raises what a piece raised, or, like c10d, a RuntimeError after `timeout`."""
+        deadline = None if timeout is None else time.perf_counter() + timeout.total_seconds()
+        if not self._lock.acquire(timeout=-1 if timeout is None else timeout.total_seconds()):
+            raise RuntimeError("another thread is still waiting for the pieces of this operation")
+        try:
+            while self._steps:
+                native, put = self._steps[-1]
+                if deadline is None:
+                    native.wait()
+                else:
+                    native.wait(max(_MARGIN, timedelta(seconds=deadline - time.perf_counter())))
+                put()
+                self._steps.pop()
+        finally:
+            self._lock.release()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(native.is_completed() for native, _ in list(self._steps))
 
 
 GLOO = C10dEngine("gloo", _gloo_takes, _gloo_call)

@@ -27,8 +27,7 @@ from gradwire.errors import GroupAborted, GroupError, PeerLost, UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT, Group
 from gradwire.groups.c10d import capabilities
 from gradwire.groups.c10d.engine import C10dEngine
-from gradwire.groups.c10d.own_engines import ENGINE_MARGIN, make_gloo, make_nccl
-from gradwire.groups.c10d.teardown import Teardown, destroy, quiesce
+from gradwire.groups.c10d.own_engines import ENGINE_MARGIN, Teardown, destroy, make_gloo, make_nccl, quiesce
 from gradwire.groups.c10d.work import C10dWork, CompletionPoller, MessageThreads, SideStreams, wait_slice
 from gradwire.groups.failure.membership import Membership
 from gradwire.groups.failure.monitor import Monitor
@@ -261,8 +260,8 @@ class C10dGroup(Group):
         self._monitor.check_peers()
 
     def recover(self, timeout: float | None = None) -> None:
-        """Meet the other ranks; if they are out of step, continue over a new engine on the same store: an engine cannot cancel an
-        operation that some ranks have begun. The process group this group was made from is then no longer used."""
+        """Meet the other ranks; if they are out of step, continue over a new engine on the same store, without the process group:
+        an engine cannot cancel an operation that some ranks have begun."""
         limit = self._recovery_limit(timeout)
         if self._monitor.membership is None:
             super().recover(timeout)

@@ -1,10 +1,10 @@
-"""Makes gloo and NCCL engines: picks the address on which this host listens, and explains failed connections.
+"""Makes gloo and NCCL engines, and destroys engines without leaving a thread inside them.
 
 Note [Gloo's address]
-By default gloo listens on the address that this host's name resolves to: on Debian 127.0.1.1, elsewhere perhaps nothing at all, and
-ranks on other hosts try to connect to themselves. Ranks that meet over TCP use the local address of their connection to the store,
-or, where that is a loopback address, the one at which ranks on other hosts have found the store. Ranks that meet in a private store
-are on one host, and use its loopback address. `GLOO_SOCKET_IFNAME`, which gloo reads itself, takes precedence.
+By default gloo listens on the address that this host's name resolves to: on Debian 127.0.1.1, elsewhere perhaps none. Ranks that
+meet over TCP use the local address of their connection to the store, or, where that is a loopback address, the one at which others
+have found the store. Ranks that meet in a private store use the loopback address. `GLOO_SOCKET_IFNAME`, which gloo reads itself,
+takes precedence.
 
 Note [Connecting on a thread]
 Gloo's constructor waits for all ranks, inside the store and then in its connections: up to five times its timeout, and without
@@ -12,9 +12,19 @@ noticing that one of them has died. So it runs on a thread, and this rank watche
 thread is abandoned: its store raises from then on, and a connection attempt is left to its timeout.
 
 Note [A store that needs no interpreter]
-Threads of NCCL's engine call its store for as long as it lives. A private store is written in Python: such a call waits for the
-interpreter lock, which may be held by a thread that is destroying the engine and joining its threads. So the engine gets one of
-torch's C++ stores, over a separate private file: each rank opens that file by its name, which it finds in the private store.
+NCCL's threads call its store for as long as it lives. A private store is written in Python: a call waits for the interpreter lock,
+which a thread that destroys the engine, and joins its threads, may hold. So the engine gets a C++ store of torch's, over a private
+file whose name is in the private store.
+
+Note [The engine's threads and the interpreter's end]
+A thread in C++ that waits for the interpreter lock when the interpreter shuts down is unwound by force, and the program aborts with
+"terminate called without an active exception". It may be inside a call of the engine, or a thread of gloo that drops the last
+reference to a tensor. So when a group ends, and at interpreter exit, operations get a moment to finish; then gloo's connections are
+aborted, which fails everything in them. An engine that is still busy after that is not destroyed: a reference is leaked.
+
+Note [Aborting gloo]
+`ProcessGroupGloo.abort()` leaves operations where they are. But a receive that times out closes all connections of its engine, and
+every operation fails with "Application timeout caused pair closure"; a receive with an unused tag always times out.
 """
 
 from __future__ import annotations
@@ -26,8 +36,9 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -36,12 +47,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Store
 
 from gradwire.errors import GroupError
+from gradwire.groups import forked
+from gradwire.groups.c10d.engine import C10dEngine
+from gradwire.groups.c10d.python_work import PythonWork
+from gradwire.groups.c10d.work import C10dWork, CompletionPoller, MessageThreads
 from gradwire.groups.failure.store_calls import innermost
+from gradwire.groups.ledger import Ledger
 from gradwire.groups.store.private_store import PrivateStore
 from gradwire.groups.store.rendezvous import LOOPBACK, MemberProcess, Rendezvous
 from gradwire.runtime.cleanup import on_failure
 from gradwire.runtime.private_file import create, name_of, open_private
-from gradwire.runtime.threads import BoundedCall
+from gradwire.runtime.threads import BoundedCall, Worker
 
 ENGINE_MARGIN = 1.0
 """Seconds by which the engine's deadline is later than ours. Ours comes first, because it can name the missing ranks."""
@@ -189,3 +205,86 @@ def _without_interpreter(store: Any, rank: int, timeout: float) -> tuple[Any, in
         native = FileStore(f"/proc/self/fd/{fd}", -1)
         native.set_timeout(timedelta(seconds=timeout))
     return native, fd
+
+
+_UNUSED_TAG = 2**31 - 1
+_MOMENT = 0.5
+"""Seconds that operations in the engine get to finish when the group ends."""
+_PAUSE = 0.005
+_ABORTED_WITHIN = 5.0
+"""Seconds within which operations on aborted connections fail; it takes milliseconds unless the machine is overloaded."""
+
+
+def abort_gloo(engine: Any) -> None:
+    """Close all connections of a gloo engine; what is in flight in it fails at once. See Note [Aborting gloo]."""
+    for peer in range(engine.size()):
+        if peer == engine.rank():
+            continue
+        try:
+            engine.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass  # the intended timeout, which closes all connections; or this one is already closed, and others may not be
+
+
+def is_idle(natives: Sequence[Any], within: float) -> bool:
+    """Whether the engine is done with all of `natives`; waits for that at most `within` seconds."""
+    deadline = time.monotonic() + within
+    while any(not native.is_completed() for native in natives):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_PAUSE)
+    return True
+
+
+def quiesce(engines: Sequence[Any], natives: Callable[[], Sequence[Any]], patience: float) -> bool:
+    """Let `natives` finish, for at most `patience` seconds, then abort their engines. Whether no operation is left in them."""
+    if is_idle(natives(), patience):
+        return True
+    abortable = [engine for engine in engines if isinstance(engine, ProcessGroupGloo)]
+    for engine in abortable:
+        abort_gloo(engine)
+    return bool(abortable) and is_idle(natives(), _ABORTED_WITHIN)
+
+
+def destroy(owned: list[Any], *, leak: Sequence[Any]) -> None:
+    """Drop the last references to the engines in `owned`. If operations in them, `leak`, cannot be stopped, engines and operations
+    are leaked: a destructor would wait for them."""
+    if leak and owned:
+        forked.leak([*leak, *owned])
+        owned.clear()
+    while owned:
+        engine = owned.pop()
+        if isinstance(engine, dist.ProcessGroup):
+            engine.shutdown()
+        del engine
+
+
+@dataclass(frozen=True, slots=True)
+class Teardown:
+    """Stops a group's operations and destroys its engines, when it is closed or at exit: see Note [The engine's threads and the
+    interpreter's end]. Does not keep the group alive."""
+
+    ledger: Ledger
+    lane: Worker
+    poller: CompletionPoller
+    messages: MessageThreads
+    backends: dict[str, tuple[Any, C10dEngine]]
+    owned: list[Any]
+
+    def __call__(self, abort: bool) -> None:
+        """Stop the threads and drop the engines. `abort` their operations; in a process group that is not ours, only at exit."""
+        self.lane.stop(timeout=2.0)
+        self.poller.stop(timeout=2.0)
+        idle = True
+        if abort:
+            idle = quiesce([backend for backend, _ in self.backends.values()], self._natives, _MOMENT)
+            idle &= self.messages.stop(timeout=5.0)
+        self.backends.clear()
+        leak = [] if idle else [native for native in self._natives() if not isinstance(native, PythonWork)]
+        self.poller.abandoned.clear()  # a Work that a caller keeps references the poller, and must not keep the engine alive
+        destroy(self.owned, leak=leak)
+
+    def _natives(self) -> list[Any]:
+        pending = [work.native for work in list(self.ledger.pending.values()) if isinstance(work, C10dWork)]
+        others = self.poller.take_abandoned() + list(self.messages.running.values())
+        return [native for native in pending + others if native is not None]

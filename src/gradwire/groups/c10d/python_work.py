@@ -4,9 +4,9 @@ Note [Work written in Python]
 Such a group returns a C++ Work of torch (from an engine it delegates to, or `_create_work_from_future(future)`, which cannot be
 waited for with a timeout and does not raise the error in its future), or an object with `wait(timeout)` and `get_future()`, the two
 methods that torch calls, or with `wait` alone. torch's base class cannot report for any of them whether they are done.
-A future reports its own completion, so it is used first; then `wait` is called, because it may be where the group writes the
-result. Without a future a thread calls `wait`, with the operation's deadline. Callers wait for an event, with any timeout.
-DDP's reducer takes the result of an all-reduce from the future, not from the tensors it passed in; so do we where they differ.
+A future reports its own completion, so it is used first; then `wait` is called, which may write the result. Without a future a
+thread calls `wait`, with the operation's deadline. DDP's reducer takes the result of an all-reduce from the future, not from the
+tensors it passed in; so do we where they differ.
 """
 
 from __future__ import annotations

@@ -3,21 +3,18 @@
 Note [Who detects that the engine is done]
 The caller, if it waits: it waits inside the engine and settles the Work itself, so a synchronous operation wakes no other
 thread. The poller's thread, if something must be called promptly: a future, a done-callback, a completion hook, a listener.
-Otherwise the watchdog's tick, which is soon enough for a Work that was dropped.
-
-An engine that orders streams has a stream of its own, which waits for what the caller has enqueued so far. Only
-a wait makes the waiter's current stream wait for that one: until then, what the caller enqueues overlaps with the operation.
+Otherwise the watchdog's tick, which is soon enough for a Work that was dropped. An engine that orders streams has a stream of its
+own; only a wait makes the waiter's current stream wait for that one.
 
 Note [Inside a CUDA graph]
 What is submitted while a graph is captured runs later, or never: it is over at once, in the order of the current stream. Its
 events must not be asked for, and those of earlier operations only by a thread in relaxed capture mode, or the capture fails.
 
 Note [CUDA tensors over a host engine]
-Gloo takes CUDA tensors and works on the host: it reads them in the order of the calling thread's current stream, and the result is
-ordered before later work on the waiting thread's current stream. But the current stream is thread-local: the lane and the poller
-do not see the stream on which a gradient was computed, nor the one on which it will be read. So they use `SideStreams`: a separate
-stream that waits for what the submitter had enqueued. They synchronize it, so the result of a finished Work is visible to every
-stream.
+Gloo reads CUDA tensors in the order of the calling thread's current stream, and orders the result before later work on that of the
+waiting thread. But the lane and the poller do not see the stream on which a gradient was computed, nor the one on which it will be
+read. So they use `SideStreams`: a stream that waits for what the submitter had enqueued, and that they synchronize, so the result
+of a finished Work is visible to every stream.
 
 Note [Threads for messages]
 Messages with different peers and tags finish in any order, gloo's Work of a message can only be waited on, and a wait that times
@@ -91,9 +88,8 @@ def wait_slice(native: Any, limit: float = _SLICE) -> bool:
     """Wait briefly for c10d's Work: True if it has finished, False if it still runs; raises if it failed.
 
     Note [Waiting in slices]
-    A wait that times out raises, leaves the operation running, and looks like a failure; so after one, `is_completed` is
-    checked, and a completed Work is waited on once more, which returns or raises at once. Slices let a thread see that its
-    owner is closing: a thread that is inside the engine when the interpreter shuts down may crash the process.
+    A wait that times out looks like a failure; so after one, `is_completed` is checked, and a completed Work is waited on once
+    more. Slices let a thread see that its owner is closing: one that is inside the engine at exit may crash the process.
     """
     try:
         native.wait(timedelta(seconds=max(limit, 0.002)))  # c10d rounds to milliseconds, and 0 would mean "forever"

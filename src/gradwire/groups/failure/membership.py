@@ -9,21 +9,20 @@ A rank counts as dead only on proof: its process, on this host, is gone or a zom
 that it is lost. A rank that computes, or is stopped in a debugger, is silent too.
 
 Note [Membership traffic]
-Nothing is written or read for operations that finish at once. A rank writes its count of collectives when one of them is slow, and
-after a pause between operations. A rank with a slow operation reads one number, how often any page has changed, at intervals that
-double up to `_LONGEST_PAUSE`; pages are read, all in one call, only when it has changed, and once more when an operation times out.
+A rank writes its count of collectives when one of them is slow, and after a pause between operations. A rank with a slow operation
+reads how often any page has changed, at intervals that double up to `_LONGEST_PAUSE`; pages are read, all in one call, only when
+that has changed, and once more when an operation times out.
 
 Note [One membership per process group]
 Groups over one process group submit their operations to the same engine, so they share a membership, which counts the collectives
-of the process group. Ranks need not open and close such groups alike, so the collectives themselves are the only thing that they
-number consistently; a rank that has closed its last group and opens another continues its count. (Collectives that bypass gradwire
-are not counted.) A page may therefore be stale: a rank that left when it had joined no more collectives than this rank at the time
-it opened its group may be about to open one as well. Neither that nor a failure recorded then proves that it is lost; a timeout
-still names it.
+of the process group. Ranks need not open and close such groups alike, so the collectives are all that they number consistently; a
+rank that has closed its last group and opens another continues its count. A page may therefore be stale: a rank that left when it
+had joined no more collectives than this rank when it opened its group may be about to open one as well. Neither that nor a failure
+recorded then proves that it is lost; a timeout still names it.
 
-A process group that is destroyed and made again may have the same store and the same keys. So each rank numbers the process groups
-over a store in which it has opened groups, and writes its number into its page. Of a rank with another number nothing is known, not
-even whether it has joined: a timeout that would depend on it names no ranks.
+A process group that is destroyed and made again may have the same store and keys. So each rank numbers the process groups over a
+store in which it has opened groups, on its page. Of a rank with another number nothing is known: a timeout that would depend on it
+names no ranks.
 
 Note [An exchange that outlives its epoch]
 Ranks that recover together begin a new epoch, with new keys. A call to the store may be in progress on a thread at that moment.

@@ -121,8 +121,7 @@ class Monitor:
         return chained(translated, error)
 
     def recover(self, timeout: float, *, stuck: int = 0) -> tuple[str, bool]:
-        """Meet all ranks after a failure: (a new prefix in the store, whether the engine may be kept). It may if all ranks have
-        joined the same number of collectives and none has one that is `stuck` in its engine."""
+        """Meet all ranks: (a new prefix in the store, whether the engine, in which `stuck` operations are, may be kept)."""
         if self.membership is None:
             return "", True
         try:

@@ -32,11 +32,8 @@ def discover_hosts(rendezvous: Rendezvous, host: str) -> Layout:
 
 
 def discover_from_groups(inside: Group, across: Group | None, rank: int | None) -> tuple[Layout, int, int]:
-    """Determine the layout, this rank's number and an identity for records from the groups themselves.
-
-    First the ranks of a host exchange reports; then the carriers of different hosts those of their hosts; then the ranks of a host
-    what their carriers have received.
-    """
+    """Determine the layout, this rank's number and an identity for records from the groups themselves: the ranks of a host exchange
+    reports, the carriers of different hosts those of their hosts, and the ranks of a host what their carriers have received."""
     mine = HostReport(across is not None, across.rank if across else 0, across.size if across else 1, rank)
     mates = [HostReport(*value) for value in _exchange(inside, mine)]
     column = None if across is None else _exchange(across, [inside.rank, mates])

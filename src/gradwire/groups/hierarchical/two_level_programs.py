@@ -14,10 +14,9 @@ levels, so that a sum that would not fit never exists; where hosts differ in siz
 is done in float32.
 
 Note [Moving pieces]
-Gather, scatter and all-to-all are one thing: every rank has a piece, perhaps empty, for every other. A piece goes to its sender's
-carrier (unless that is the sender), in the rail to the other host, and there to its receiver. Pieces for the same host travel as
-one message. The ranks that a piece passes through must know its size: in gathers and scatters all sizes are equal, in an
-all-to-all the ranks exchange them first.
+In gather, scatter and all-to-all every rank has a piece, perhaps empty, for every other. A piece goes to its sender's carrier, in
+the rail to the other host, and there to its receiver; pieces for the same host travel as one message. The ranks that a piece passes
+through must know its size: in gathers and scatters all are equal, in an all-to-all the ranks exchange them first.
 """
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
 """MPI as a Group, through mpi4py: `pip install gradwire[mpi]`. Nothing here imports mpi4py before the first group is made."""
 
-from gradwire.groups.mpi.group import MPIGroup
-
-__all__ = ["MPIGroup"]
+from gradwire.groups.mpi.group import MPIGroup as MPIGroup

@@ -1,11 +1,10 @@
 """`MpiEngine`: one communicator at work. Posts operations, tests whether they are over, and exchanges control messages.
 
 Note [Which thread makes progress]
-MPI moves bytes only while a thread calls it. A caller that waits tests its own requests, which moves all others too. Operations
-without a waiter, such as the buckets of a backward that still runs, are left to the engine's thread. It is not woken by a submit,
-which would hand the interpreter lock back and forth for every small operation; it polls, every tenth of a millisecond while
-something young is in flight, less often otherwise, and ends when nothing has been in flight for a while. It first sets `_running`
-to False and then checks what is in flight; `post` first registers its operation and then checks `_running`: one sees the other.
+MPI moves bytes only while a thread calls it. A caller that waits tests its own requests, which moves all others too. The rest is
+left to the engine's thread. A submit does not wake it, which would hand the interpreter lock back and forth; it polls, every tenth
+of a millisecond while something young is in flight, less often otherwise, and ends when nothing has been in flight for a while. It
+first sets `_running` to False and then checks what is in flight; `post` first registers and then checks: one sees the other.
 
 Note [Which ranks have joined]
 A rank sends the others the number of collectives it has joined when one of them asks, when an operation of its own has been in
@@ -31,7 +30,7 @@ from typing import Any
 from gradwire.collectives import Collective
 from gradwire.groups.mpi.native import Native
 from gradwire.groups.mpi.pending_requests import PendingRequests, ReceiveMatcher
-from gradwire.groups.mpi.runtime import MPI, Comm, Runtime
+from gradwire.groups.mpi.runtime import Comm, Runtime
 
 _BUSY, _PATIENT, _RESTING = 0.0001, 0.005, 0.001
 """Seconds between polls: with young operations in flight, with old ones only, with none."""
@@ -46,55 +45,8 @@ _ASK_PATIENCE, _ASK_AGAIN = 0.1, 0.5
 """Seconds that answers may take; seconds until the same is asked again."""
 
 
-_ROOM = 2048
-"""Bytes of a control message."""
-_LONGEST = _ROOM // 8
-"""Characters of text in it: each may take six bytes."""
-
-
-class ControlMessages:
-    """What one rank sends and receives in one communicator: how many collectives it has joined, that it aborts, that it leaves.
-    A receive from any rank is always posted; sending never waits. All under the runtime's lock."""
-
-    def __init__(self, mpi: MPI, comm: Comm, tag: int) -> None:
-        self._mpi = mpi
-        self._comm = comm
-        self._tag = tag
-        self._room = bytearray(_ROOM)
-        self._status = mpi.Status()
-        self._receive: Any = None
-        self.unsent: list[tuple[Any, bytes]] = []
-        """Sends that are not over."""
-        self._post_receive()
-
-    def _post_receive(self) -> None:
-        self._receive = self._comm.Irecv([self._room, self._mpi.BYTE], source=self._mpi.ANY_SOURCE, tag=self._tag)
-
-    def send(self, rank: int, **message: Any) -> None:
-        """Send `message` to `rank`."""
-        short = {key: value[:_LONGEST] if isinstance(value, str) else value for key, value in message.items()}
-        data = json.dumps(short).encode()
-        request = self._comm.Isend([data, len(data), self._mpi.BYTE], dest=rank, tag=self._tag)
-        if not request.Test():
-            self.unsent.append((request, data))
-
-    def receive(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The messages that have arrived: (source, message)."""
-        while self._receive is not None and self._receive.Test(self._status):
-            data = bytes(self._room[: self._status.Get_count(self._mpi.BYTE)])
-            source = self._status.Get_source()
-            self._post_receive()
-            yield source, json.loads(data)
-        for sending in list(self.unsent):  # in place: a signal handler may send in between
-            if sending[0].Test():
-                self.unsent.remove(sending)
-
-    def close(self) -> None:
-        """Receive no more."""
-        if self._receive is not None:
-            self._receive.Cancel()
-            self._receive.Wait()
-            self._receive = None
+_LONGEST = 256
+"""Characters of text in a control message: so few that MPI sends it whole, and to receive it takes no time."""
 
 
 @dataclass(slots=True)
@@ -131,6 +83,9 @@ class MpiEngine:
         self.pending: dict[int, PendingRequests] = {}
         self._mpi = runtime.mpi
         self._native = native
+        self._control_tag = native.tag_limit + 2
+        self._unsent: list[tuple[Any, bytes]] = []
+        """Control messages that are still being sent."""
         self._name = name
         self._on_change = on_change
         self._changed = False
@@ -141,9 +96,7 @@ class MpiEngine:
         self._stopped = False
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        with runtime.lock:
-            self._control = ControlMessages(self._mpi, comm, native.tag_limit + 2)
-            self._matcher = ReceiveMatcher(self._mpi, comm)
+        self._matcher = ReceiveMatcher(self._mpi, comm)
 
     def post(self, op: Collective, on_done: Callable[[PendingRequests], None] | None = None) -> PendingRequests | None:
         """Begin `op`, which MPI takes; `on_done` is called in the thread that finds it over. None if the engine has ended."""
@@ -254,8 +207,27 @@ class MpiEngine:
             self._changed = False
             self._on_change()
 
+    def _send(self, rank: int, **message: Any) -> None:
+        """Send a control message, without waiting. Under the lock."""
+        short = {key: value[:_LONGEST] if isinstance(value, str) else value for key, value in message.items()}
+        data = json.dumps({"joined": self.joined, **short}).encode()
+        request = self.comm.Isend([data, len(data), self._mpi.BYTE], dest=rank, tag=self._control_tag)
+        if not request.Test():
+            self._unsent.append((request, data))
+
+    def _messages(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The control messages that have arrived: (source, message). Under the lock."""
+        probe, status, byte = self.comm.Improbe, self._mpi.Status(), self._mpi.BYTE
+        while (arrived := probe(source=self._mpi.ANY_SOURCE, tag=self._control_tag, status=status)) is not None:
+            data, source = bytearray(status.Get_count(byte)), status.Get_source()
+            arrived.Recv([data, byte])
+            yield source, json.loads(data)
+        for sending in list(self._unsent):  # in place: a signal handler may send in between
+            if sending[0].Test():
+                self._unsent.remove(sending)
+
     def _handle_messages(self) -> None:
-        for rank, message in self._control.receive():
+        for rank, message in self._messages():
             peer = self.peers[rank]
             peer.joined = max(peer.joined, message["joined"])
             self._answered.add(rank)
@@ -264,7 +236,7 @@ class MpiEngine:
             if "reason" in message and self.aborted is None:
                 self.aborted, self._changed = message["reason"], True
             if "ask" in message and not self._stopped:
-                self._control.send(rank, joined=self.joined)
+                self._send(rank)
                 peer.sent = self.joined
 
     def _send_progress(self) -> None:
@@ -273,7 +245,7 @@ class MpiEngine:
             for rank, peer in self.peers.items():
                 if peer.sent != self.joined and peer.left is None and not self._stopped:
                     peer.sent = self.joined
-                    self._control.send(rank, joined=self.joined)
+                    self._send(rank)
 
     def ask(self, place: int) -> None:
         """Ask the ranks that are not known to have joined collective `place`, and give them a moment to answer."""
@@ -284,7 +256,7 @@ class MpiEngine:
             unsure = {rank for rank, peer in self.peers.items() if peer.joined < place and peer.left is None}
             self._answered -= unsure
             for rank in unsure:
-                self._control.send(rank, joined=self.joined, ask=True)
+                self._send(rank, ask=True)
                 self.peers[rank].sent = self.joined
         while not unsure <= self._answered and time.perf_counter() - self._asked < _ASK_PATIENCE:
             self.progress()
@@ -295,7 +267,7 @@ class MpiEngine:
         with self.runtime.lock:
             for rank, peer in self.peers.items():
                 if peer.left is None and not self._stopped:
-                    self._control.send(rank, joined=self.joined, reason=reason)
+                    self._send(rank, reason=reason)
 
     def leave(self) -> None:
         """Notify the peers, end the thread, and hand over to the runtime what is still in flight."""
@@ -305,16 +277,14 @@ class MpiEngine:
         with self.runtime.lock:
             self.clean &= not stuck and self.aborted is None
             for rank in self.peers:
-                self._control.send(rank, joined=self.joined, left=True, clean=self.clean)
+                self._send(rank, left=True, clean=self.clean)
         self.runtime.keep_alive.departing.append(self)
         self.runtime.sweep()
 
     def retire(self) -> None:
         """End without a message: all ranks have gone on to another communicator. This one is never freed."""
         if self._stop() is not None:
-            with self.runtime.lock:
-                self._control.close()
-            self.runtime.keep_alive.memory.append(self._control)
+            self.runtime.keep_alive.memory.append(self._unsent)
 
     def _stop(self) -> list[PendingRequests] | None:
         """End the thread; what never completed, or None if this was done before."""
@@ -338,9 +308,8 @@ class MpiEngine:
         """Free the communicators if every rank has left. True if there is nothing more to do. See Note [Leaving]."""
         with self.runtime.lock:
             self._handle_messages()
-            if any(peer.left is None for peer in self.peers.values()) or self._control.unsent:
+            if any(peer.left is None for peer in self.peers.values()) or self._unsent:
                 return False
-            self._control.close()
             if self.clean and all(peer.clean and peer.joined == self.joined for peer in self.peers.values()):
                 self.comm.Free()
                 self.spare.Free()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gradwire.collectives import Collective, OpKind, ReduceOp
 from gradwire.collectives.aliasing import apart, is_native, span
-from gradwire.collectives.lower import as_bytes
+from gradwire.collectives.lower import as_bytes, part_bytes
 from gradwire.collectives.reference import store
 from gradwire.groups.mpi.pending_requests import PendingRequests, Receive
 from gradwire.groups.mpi.runtime import MPI, Comm
@@ -171,9 +171,6 @@ def _pairwise(op: Collective, comm: Comm) -> tuple[Parts, Parts]:
         return op.inputs, [op.outputs[0] if r == op.root else None for r in ranks]
     if kind is OpKind.ALL_TO_ALL:
         return op.inputs, op.outputs
-    parts = []
-    for t, given in zip((op.inputs[0], op.outputs[0]), reversed(op.splits or ((), ())), strict=True):
-        rows = t.shape[0] if t.dim() else 1
-        width = t.nbytes // rows if rows else 0
-        parts.append(as_bytes(t).split([n * width for n in given or [rows // comm.size] * comm.size]))
-    return parts[0], parts[1]
+    source, target, (received, sent) = op.inputs[0], op.outputs[0], op.splits or ((), ())
+    outgoing = as_bytes(source).split(part_bytes(source, sent, comm.size))
+    return outgoing, as_bytes(target).split(part_bytes(target, received, comm.size))

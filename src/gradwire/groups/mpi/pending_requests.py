@@ -6,10 +6,9 @@ and is dropped only when all of them are over: the engine holds those under way,
 [What never completes] in runtime.py). If one fails, there is no way to know what MPI still has under way: it is kept for good.
 
 Note [Why a message is matched before it is received]
-A message may be larger than its buffer, by mistake. Open MPI then returns MPI_ERR_TRUNCATE, but where it moves large messages by
-remote reads or writes, after it has written the whole message, over whatever lies behind the buffer. So a receive is not posted.
-A matching probe looks for its message: it returns the sender and the length, and reserves the message for this receive alone. What
-fits is received into its place; what does not is received into other memory and dropped, so that its sender is done too. A receive
+A message may be larger than its buffer, by mistake. Open MPI may then write all of it, over whatever lies behind the buffer, before
+it returns MPI_ERR_TRUNCATE. So a receive is not posted. A matching probe returns the sender and the length of its message, and
+reserves it for this receive. What does not fit is received into other memory and dropped, so that its sender is done too. A receive
 whose message has not arrived is unknown to MPI: dropping it withdraws it.
 
 Note [The order of receives]

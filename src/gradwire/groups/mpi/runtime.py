@@ -6,10 +6,9 @@ are serialized by one lock nevertheless, since a request may be tested by one th
 made under it. It is reentrant, because the garbage collector may finalize a dropped group in a thread that holds it.
 
 Note [What never completes]
-MPI cannot cancel a collective that some ranks have begun. When an operation fails by its deadline its requests stay, and
-complete if the missing ranks join after all. A group that is closed before that hands them to the runtime, which keeps them,
-and the memory they may still write, as long as the process lives. A communicator with such a request is never freed: Open MPI would
-crash, and a new one of the same number could receive the old one's messages.
+MPI cannot cancel a collective that some ranks have begun. When an operation fails by its deadline its requests stay, and complete
+if the missing ranks join after all. A group that is closed before that leaves them, and the memory they may still write, to the
+runtime, for as long as the process lives. Their communicator is never freed: Open MPI would crash.
 
 Note [How a process ends]
 MPI_Finalize waits for all ranks of the job. So a process that ends after an uncaught exception, or with operations that never
@@ -74,10 +73,9 @@ class Runtime:
 
     def sweep(self) -> None:
         """Free the communicators that every rank has left."""
-        for engine in list(self.keep_alive.departing):
-            if engine.settle_departure():
-                with suppress(ValueError):  # another thread was faster
-                    self.keep_alive.departing.remove(engine)
+        with self.lock:  # each engine by one call only: a finalizer may sweep inside this one
+            engines, self.keep_alive.departing = self.keep_alive.departing, []
+            self.keep_alive.departing += [engine for engine in engines if not engine.settle_departure()]
 
     def duplicate(self, comm: Comm, limit: float, what: str) -> Comm:
         """A communicator of the same ranks that has no other users. Collective: all of them must call it."""

@@ -1,5 +1,3 @@
 """Ranks as processes of one host that share memory."""
 
-from gradwire.groups.shared_memory.group import SharedMemoryGroup
-
-__all__ = ["SharedMemoryGroup"]
+from gradwire.groups.shared_memory.group import SharedMemoryGroup as SharedMemoryGroup

@@ -14,9 +14,9 @@ block by block, while it is still in the cache. The sum runs in rank order, so r
 run.
 
 Note [When loops are compiled]
-Where numba is installed, a sum or mean in one pass is a compiled loop. Loading numba takes about a second, in
-which a peer's deadline would run and a rank's death would not be noticed. So it is done when memory is allocated, which happens
-before training, and only for a block of a mebibyte or more. Ranks need not agree on it: both ways give the same bits.
+Where numba is installed, a sum or mean in one pass is a compiled loop. Loading numba takes about a second, in which a peer's
+deadline would run. So it is done when a mebibyte or more is allocated, before training. Ranks need not agree on it: both ways give
+the same bits.
 
 Note [Three buffers]
 An all-reduce of ordinary memory goes through the staging buffers in chunks, and each chunk in two halves: "in" (what the others
@@ -25,9 +25,8 @@ it waits for the others' chunk k, so that a slow rank does not hold up a fast on
 every rank signal "reduced" of chunk k - 1, which each did after copying out chunk k - 2, the one that was in that buffer before.
 
 Note [Plain sums]
-A sum of a few numbers costs what Python costs. So small sums of plain tensors have a program with as little of it as possible:
-numpy and memmove in place of torch (a third of the time per call), one generator, nothing checked twice. It writes what the general
-program writes, and signals when that signals.
+A sum of a few numbers costs what Python costs. So small sums of plain tensors have a program with as little of it as possible, and
+numpy in place of torch. It writes what the general program writes, and signals when that signals.
 """
 
 from __future__ import annotations

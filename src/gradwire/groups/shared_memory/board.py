@@ -78,10 +78,8 @@ def _pages(nbytes: int) -> int:
 
 
 class SegmentPlan:
-    """Where everything lies in a segment of `nbytes` for `size` ranks, whose staging buffers have `chunk` bytes each.
-
-    `wide`: there is memory for more bytes at a time in exchanges.
-    """
+    """Where everything lies in a segment of `nbytes` for `size` ranks, whose staging buffers have `chunk` bytes each. `wide`: there
+    is memory for more bytes at a time in exchanges."""
 
     def __init__(self, size: int, nbytes: int, chunk: int = CHUNK, *, wide: bool = True) -> None:
         self.size = size

@@ -5,9 +5,9 @@ them, as their messages arrive. A thread *drives* the group while it holds the d
 the queue and all messages, and when nothing moves it spins for a while, then sleeps on the wait queue.
 
 Note [Who drives]
-A caller that is going to wait anyway (`Group.run`) drives, in its own thread: no hand-over, no switch. An operation that was
-submitted to be waited for later is driven by the group's thread, which starts with the first such operation; it also takes over
-what a caller leaves behind. A thread that finds the lock taken leaves its operation in the queue and wakes the one that drives.
+A caller that waits anyway (`Group.run`) drives, in its own thread: no hand-over, no switch. Other operations, and what a caller
+leaves behind, are driven by the group's thread, which starts with the first of them. A thread that finds the lock taken leaves its
+operation in the queue and wakes the one that drives.
 
 Note [Giving up]
 When a deadline passes, the Work has failed, but its program may have signaled; the ranks are out of step, and a late rank must not

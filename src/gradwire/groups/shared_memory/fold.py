@@ -3,8 +3,8 @@
 By compiled loops where numba is installed, else by numpy or torch, with the same bits.
 
 Note [Once through the cache]
-numpy adds in one pass and copies the sum in another, so every byte crosses the first-level cache twice. A compiled loop stores each
-sum where it was read from, at once, for two and four ranks, and in blocks of 256 elements for other numbers.
+numpy adds in one pass and copies the sum in another. A compiled loop stores each sum where it was read from, at once, for two and
+four ranks, and in blocks of 256 elements for other numbers.
 
 Note [The same bits]
 Elements are added in rank order. The mean is the sum divided by the number of ranks, or, where that is a power of two, the sum

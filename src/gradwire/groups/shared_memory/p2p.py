@@ -66,8 +66,7 @@ class MailboxMessage:
 
 
 def checks_per_round(messages: Sequence[MailboxMessage], *, alone: bool) -> int:
-    """How many checks a look at all messages counts for, of those that a rank makes before it sleeps: more if all are large, and
-    no collective is under way."""
+    """For how many checks a look at all messages counts: more if all are large, and no collective is under way."""
     return len(messages) * (min(message.checks for message in messages) if alone else 1) if messages else 1
 
 
@@ -147,11 +146,8 @@ class Mailbox:
         return claimed
 
     def find(self, peer: int, tag: int) -> tuple[int, int] | None:
-        """The oldest message from `peer` with this tag: (slot, number).
-
-        During a scan an older message may arrive in a slot that was already checked, before a younger one in a slot that was not. A
-        sender fills slots in order, so once the younger one has been seen, a second scan finds the older one.
-        """
+        """The oldest message from `peer` with this tag: (slot, number). While the slots are checked, an older one may arrive in one
+        that was checked before, and then a younger one; so once one has been seen, a second scan finds the oldest."""
         return None if self._oldest(peer, tag) is None else self._oldest(peer, tag)
 
     def _oldest(self, peer: int, tag: int) -> tuple[int, int] | None:

@@ -1,11 +1,10 @@
 """The segment: one file of shared memory per group, mapped by all its ranks, that leaves nothing behind.
 
 Note [A file without a name]
-A file under /dev/shm with a name stays there when its makers are killed before they can unlink it. So the segment never has
-one: `O_TMPFILE` makes a file that is in no directory, with mode 0600, and the other ranks open it through
-`/proc/<pid>/fd/<number>`, which the kernel allows to processes of the same user, and check its inode, owner and size. When the
-last process has gone, however it went, the kernel frees the memory. Where a file system has no `O_TMPFILE`, the file is made with a
-random name of 128 bits and loses it in the next call.
+A file with a name stays when its makers are killed before they can unlink it. So the segment has none: `O_TMPFILE` makes a file
+that is in no directory, with mode 0600, and the other ranks open it through `/proc/<pid>/fd/<number>`, which the kernel allows to
+processes of the same user, and check its inode, owner and size. When the last process has gone, however it went, the kernel frees
+the memory. Where there is no `O_TMPFILE`, the file is made with a random name and loses it in the next call.
 
 Note [Room without memory]
 The file is made as large as the group could ever need, and mapped once: address space, not memory. Memory is allocated by

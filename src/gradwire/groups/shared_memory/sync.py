@@ -4,18 +4,15 @@ Everything here is single-writer: a word is written by one rank only, except a s
 an atomic read-modify-write, which Python does not have.
 
 Note [Loads and stores]
-A word is an aligned element of a `memoryview` of format Q or I. CPython reads and writes such an element by one `memcpy` of
-its size, which compilers make one load or store; on the machines that we run on, an aligned one is not torn. A counter only
-ever grows, so a reader that sees an old value waits a little longer, and nothing else.
+A word is an aligned element of a `memoryview` of format Q or I. CPython reads and writes it by one `memcpy`, which compilers make
+one load or store; an aligned one is not torn. A counter only grows, so a reader of an old value just waits a little longer.
 
 Note [The fence]
-x86 keeps stores in order; ARM does not, and neither keeps a store before a later load. What is needed is a full fence, and
-Python has none by name. It has locks: releasing one is a store-release or stronger, acquiring one a load-acquire or stronger. ARMv8
-keeps a load-acquire behind every store-release that comes before it in program order, whatever their addresses; everything before
-the release stays before it, everything after the acquire stays after it. So `release` *followed by* `acquire`, on a lock that only
-this thread uses, is a full fence (0.1 to 0.3 us). The other way round (`with lock: pass`) is not. On x86 both are locked
-instructions and fence by themselves. On POWER and RISC-V this need not keep a store before a later load: data and counters are
-still in order there, but a wake-up can be late by `SLICE`; it is never lost.
+x86 keeps stores in order; ARM does not, and neither keeps a store before a later load. Python has no full fence by name. It has
+locks: releasing one is a store-release or stronger, acquiring one a load-acquire or stronger. ARMv8 keeps a load-acquire behind
+every store-release that comes before it in program order, whatever their addresses. So `release` *followed by* `acquire`, on a lock
+that only this thread uses, is a full fence (0.1 to 0.3 us). The other way round (`with lock: pass`) is not. On x86 both are locked
+instructions and fence by themselves. On POWER and RISC-V a wake-up can be late by `SLICE`; it is never lost.
 
     writer: bytes; fence; counter += 1; fence; check whether the reader sleeps
     reader: read the counter; fence; bytes
@@ -41,10 +38,9 @@ the one that anybody waited for: it had signaled at least as often as that rank 
 Note [Spin, then sleep]
 A sleep and a wake-up cost 20 to 60 us. So a waiter checks a number of times before it sleeps, as long as there is a core for every
 rank: first without pause, then, for a millisecond or two, giving up the interpreter lock at each check. Where ranks outnumber cores
-it gives up the core at each check instead, and sleeps soon. So do the two ends of a large message, which take turns.
-A core that is given up comes back at once if the others wait as well, and after a scheduler's slice of some milliseconds if a
-program that computes has taken it. Once that has happened a waiter sleeps at once for a while: a process that wakes up is
-scheduled before those that were busy.
+it gives up the core at each check instead, and sleeps soon. So do the two ends of a large message, which take turns. If a program
+that computes has taken the core, it comes back after some milliseconds only. Then a waiter sleeps at once for a while: a process
+that wakes up is scheduled before those that were busy.
 
 Note [Ranks of one process]
 A rank that spins keeps the interpreter lock from another rank of its process, so it checks once and sleeps.

@@ -7,9 +7,8 @@ only this user's processes can open (`runtime/private_file.py`), so no process h
 Note [A log that survives its writers]
 The file is a log of records: a key and its value, or that it was deleted. Its first word is the end of the log. A writer locks the
 file, appends its records, and only then moves the end: one that is killed halfway has written nothing, and the kernel releases its
-lock. torch's FileStore has no such end marker: a half-written record makes all others read forever. A writer that is stopped while
-it holds the lock blocks only other writers, for `_LOCK_PATIENCE` seconds: what lies before the end is immutable, so readers need no
-lock. The log only grows, by about 200 bytes for each page that a rank writes.
+lock. (A half-written record in torch's FileStore makes all others read forever.) What lies before the end is immutable, so readers
+need no lock. The log only grows, by about 200 bytes for each page that a rank writes.
 
 Note [Kept until closed]
 C++ code (a PrefixStore, an engine) keeps the C++ half of a store alive, but calls methods of the Python half. So an open store is

@@ -117,8 +117,7 @@ class Rendezvous:
         return self.processes
 
     def shared_id(self, key: str) -> int:
-        """A random number, the same on all ranks: the first to call this has chosen it. Of a store that cannot compare and set, as
-        a user's own may, it is derived from the key."""
+        """A random number that the first rank to call this has chosen; derived from the key if the store cannot compare and set."""
         try:
             value: bytes = self.store.compare_set(key, "", f"{new_id():x}")
             return int(value, 16)
@@ -322,11 +321,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_store(host: str = LOOPBACK, *, timeout: float = 60.0) -> TCPStore:
-    """A store in this process, on a free port of `host` ("" for every address of this machine).
-
-    The port is bound before it is announced, so no other process can take it in between. By itself, a TCPStore listens on
-    every address of the machine, whatever host it is given.
-    """
+    """A store in this process, on a free port of `host` ("" for every address of this machine). The port is bound before it is
+    announced. By itself, a TCPStore listens on every address of the machine, whatever host it is given."""
     listener = socket.create_server((host, 0), backlog=2048)
     port, limit = listener.getsockname()[1], timedelta(seconds=timeout)
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "timeout": limit}

@@ -93,6 +93,16 @@ def test_mpi_is_started_with_all_threads_if_nobody_has() -> None:
     fake.finalized = True  # so that nothing is done at exit
 
 
+def test_a_finalizer_that_sweeps_meanwhile_does_not_settle_an_engine_twice() -> None:
+    fake, settled = FakeMPI(), []
+    here = Runtime(fake)
+    engine = types.SimpleNamespace(settle_departure=lambda: settled.append(1) or here.sweep() or True)
+    here.keep_alive.departing.append(engine)
+    here.sweep()
+    assert (settled, here.keep_alive.departing) == ([1], [])
+    fake.finalized = True
+
+
 def arrive(store: dist.Store, rank: int, world_rank: int) -> None:
     """What another rank writes into the store."""
     store.set(f"gradwire/mpi/1/process/{rank}", json.dumps(asdict(MemberProcess.current())))

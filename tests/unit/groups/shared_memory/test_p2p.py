@@ -221,7 +221,9 @@ def test_messages_that_were_given_up_are_withdrawn_and_their_slots_used_again(wo
 def test_a_slot_that_is_used_again_is_not_taken_for_withdrawn(world: Any) -> None:
     groups = world(2)
     mailbox = groups[0]._engine.mailbox
-    send = groups[0].submit(build.send(number(-1), dst=1).within(0.05))
+    send = groups[0].submit(build.send(number(-1), dst=1))
+    wait_until(lambda: mailbox._sent, "the message is in a slot")
+    send.ledger.expire(send)
     with pytest.raises(CollectiveTimeout):
         send.wait()
     wait_until(lambda: mailbox._withdrawn, "the message is withdrawn")  # until then it can be received
