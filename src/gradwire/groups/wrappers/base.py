@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from torch import Tensor
 from gradwire.collectives import Collective, Signature
 from gradwire.collectives.lower import Program
 from gradwire.collectives.timeouts import timeout_seconds
-from gradwire.errors import CollectiveTimeout, GroupAborted, UsageError
+from gradwire.errors import CollectiveTimeout, GroupAborted, UsageError, again
 from gradwire.groups.base import Group
 from gradwire.groups.completion import WorkInfo
 from gradwire.groups.forked import finalize_here
@@ -202,7 +204,7 @@ class TrackedWrapper(GroupWrapper):
             return self._pass_through(op)
         with self._order:
             work = self.begin(op)
-            self._worker.put(lambda: self._run(work))
+            self._worker.put(lambda: self._run(work, self._run_program))
         return work
 
     def _pass_through(self, op: Collective) -> Work:
@@ -217,26 +219,33 @@ class TrackedWrapper(GroupWrapper):
             work.fail(error)
         return work
 
-    def _run(self, work: Work) -> None:
-        program = self.program(work.op)
+    def _run(self, work: Work, run: Callable[[Work], object]) -> None:
+        """Settle `work` by `run(work)`, on the worker's thread."""
         work.ledger.started(work, time.perf_counter())
         try:
-            for step in program:
-                left = work.deadline - time.perf_counter()
-                if left <= 0:
-                    self.ledger.expire(work)
-                if work.is_completed():
-                    return
-                self.steps[work.seq] = inner = self.inner.submit(step.within(left))
-                inner.wait_done()
+            run(work)
             work.finish()
         except CollectiveTimeout as error:
             work.fail(self.late(work, error))
         except BaseException as error:  # SystemExit too: the thread is needed again
             work.fail(error)
         finally:
-            program.close()
             self.steps.pop(work.seq, None)
+
+    def _run_program(self, work: Work) -> None:
+        with closing(self.program(work.op)) as program:
+            for step in program:
+                self.submit_step(work, step).wait_done()
+
+    def submit_step(self, work: Work, op: Collective) -> Work:
+        """Submit an operation that is a part of `work`, with what is left of its time. Raises if `work` is over."""
+        left = work.deadline - time.perf_counter()
+        if left <= 0:
+            self.ledger.expire(work)
+        if (error := work.exception()) is not None:
+            raise again(error)
+        self.steps[work.seq] = step = self.inner.submit(op.within(left))
+        return step
 
     def late(self, work: Work, error: CollectiveTimeout) -> CollectiveTimeout:
         """The inner group's timeout, reworded for the caller's operation instead of its step; the missing ranks are the same."""
