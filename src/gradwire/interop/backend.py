@@ -26,8 +26,7 @@ from gradwire.groups.kinds import GroupKind, find_kind, known_kinds
 from gradwire.groups.store.private_store import mark_used, move_if_together, release
 from gradwire.hooks.base import CommHook
 from gradwire.interop.hooked_group import HookedGroup, check_gradient_hook
-from gradwire.interop.process_group import GradwireProcessGroup, as_process_group
-from gradwire.interop.torch_backend import PYTHON_BACKENDS, GradwireBackend
+from gradwire.interop.process_group import PYTHON_BACKENDS, GradwireBackend, GradwireProcessGroup, as_process_group
 
 Wrap = Callable[[Group], Group]
 
