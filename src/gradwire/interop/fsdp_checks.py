@@ -24,14 +24,6 @@ from gradwire.reducer.checks.nonfinite_search import Found, Look, Search, examin
 from gradwire.reducer.hook.hook_states import StepFork
 from gradwire.reducer.hook.runner import HookRunner
 
-IN_A_SHARD = (
-    "It is in that rank's shard, which holds the sum of all ranks that it shards with: look at the batches, losses and "
-    "learning rates of these."
-)
-"""What to do about a gradient that FSDP has reduced before the hook."""
-OF_A_RANK = "It is in that shard. Look at that rank's batch, loss and learning rate."
-"""What to do about a gradient that the hook reduces first."""
-
 
 @dataclass(frozen=True, slots=True)
 class CheckedModule:

@@ -142,22 +142,6 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
             self._worker.put(run if gradient is None else partial(self._reduce, work, gradient))
         return work
 
-    def _pass_through(self, op: Collective) -> Work:
-        work = self.begin(op, _Passed)
-
-        def settle(inner: Work) -> None:
-            self.steps.pop(work.seq, None)
-            work._settle([inner.exception()], inner.source)
-
-        try:
-            self.steps[work.seq] = inner = self.inner.submit(op)
-            if self.inner.orders_streams(op.device):
-                work.inner = inner
-            inner.add_done_callback(settle)
-        except Exception as error:
-            work.fail(error)
-        return work
-
     def _reduce(self, work: Work, gradient: Callable[[Submit | None], None]) -> None:
         """On the worker's thread."""
         if not work.is_completed():  # aborted
@@ -235,15 +219,6 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
         super()._release()
         self._runner.close()
         self._poller_finalizer()
-
-
-class _Passed(Work):
-    """An operation that passes through a group that orders streams: to wait for it orders the current stream."""
-
-    inner: Work | None = None
-
-    def wait_settled(self, limit: float) -> bool:
-        return super().wait_settled(limit) if self.inner is None else self.inner.wait_settled(limit)
 
 
 class _Places:

@@ -27,7 +27,7 @@ from gradwire.parallel.logging_data import Logger
 from gradwire.parallel.mixed_precision import MixedPrecision
 from gradwire.parallel.replica import Replica, ReplicaPolicies
 from gradwire.parallel.torch_arguments import Delayed, buckets_policy, buffers_policy, check_devices, move_to
-from gradwire.parallel.torch_surface import BufferHook, ManualFinalization, ReducerCompat, TorchSurface
+from gradwire.parallel.torch_surface import ManualFinalization, ReducerCompat, TorchSurface
 from gradwire.parallel.trainable import check_module
 from gradwire.policies import Buffers, Gradients, Graph, MiB, NonFinite
 from gradwire.reducer.hook.torch_hooks import check_torch_hook
@@ -250,7 +250,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
     def _exchange(self) -> None:
         self._uneven.before_forward(self)
         self.replica.rebuild()
-        self._sync_buffers(BufferHook.BEFORE)
+        self._sync_buffers("PRE_FORWARD")
         if self._join_config.enable:
             self._uneven.announce_sync(self.replica.sync)
 
@@ -263,7 +263,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
     def _post_forward(self, output: Any) -> Any:
         if self.replica.recomputing:
             return output
-        self._sync_buffers(BufferHook.AFTER)
+        self._sync_buffers("POST_FORWARD")
         # Once more, as Lightning resets it if the module has run its backward itself.
         self.replica.sync = self.require_backward_grad_sync
         output = self.replica.after_forward(output)
@@ -272,16 +272,13 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
         return output if self._delayed is None else self._delayed.after_forward(output)
 
     def _sync_buffers(self, place: str) -> None:
-        if not self.will_sync_module_buffers():
-            return
-        hook: BufferHook | None = getattr(self, "buffer_hook", None)
-        if (hook.place if hook is not None else BufferHook.BEFORE) != place:
+        if place != self._syncs_buffers or not self.will_sync_module_buffers():
             return
         src = self._uneven.common_rank(True) if self._join_config.enable else 0
-        if hook is None:
+        if self.buffer_hook is None:
             self.replica.state.sync_buffers(src)
-        else:
-            hook.run(self.replica)
+        elif (futures := self.buffer_hook(self.replica.state.named_buffers())) is not None:
+            self.replica.reducer.wait_at_end.extend(futures)
 
     def will_sync_module_buffers(self) -> bool:
         return self.replica.sync_buffers_next and self.forward_sync_buffers and bool(self.replica.state.named_buffers())

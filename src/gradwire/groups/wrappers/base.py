@@ -208,13 +208,17 @@ class TrackedWrapper(GroupWrapper):
         return work
 
     def _pass_through(self, op: Collective) -> Work:
-        work = self.begin(op)
+        work = self.begin(op, _Passed)
 
         def settle(inner: Work) -> None:
+            self.steps.pop(work.seq, None)
             work._settle([inner.exception()], inner.source)
 
         try:
-            self.inner.submit(op).add_done_callback(settle)
+            self.steps[work.seq] = inner = self.inner.submit(op)
+            if self.orders_streams(op.device):
+                work.inner = inner
+            inner.add_done_callback(settle)
         except Exception as error:
             work.fail(error)
         return work
@@ -303,3 +307,12 @@ class TrackedWrapper(GroupWrapper):
         # What was in flight has had its time. This comes first: a step that is still in flight would block the worker thread.
         self._close_part(self.inner)
         self._worker_finalizer()
+
+
+class _Passed(Work):
+    """An operation that passes through a group that orders streams: to wait for it orders the current stream."""
+
+    inner: Work | None = None
+
+    def wait_settled(self, limit: float) -> bool:
+        return super().wait_settled(limit) if self.inner is None else self.inner.wait_settled(limit)
