@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,11 +121,9 @@ class GradwireProcessGroup(C10dMethods, OperationHooks, dist.ProcessGroup):  # t
             self._set_default_backend(kind)
 
     def submit(self, settings: Settings, *ops: Collective) -> TorchWork:
-        op_id = self._fire_pre_hooks(ops, settings.async_op) if self._pre_hooks or self._post_hooks else 0
-        work = super().submit(settings, *ops)
-        if self._post_hooks:
-            self._fire_post_hooks(ops, settings.async_op, op_id, work)
-        return work
+        if not self._pre_hooks and not self._post_hooks:
+            return super().submit(settings, *ops)
+        return self._between_hooks(ops, settings.async_op, partial(super().submit, settings, *ops))
 
     def abort(self) -> None:
         try:

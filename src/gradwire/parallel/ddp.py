@@ -88,7 +88,10 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self._buffers_policy = buffers_policy(broadcast_buffers, forward_sync_buffers)
         self.forward_sync_buffers = self._buffers_policy is Buffers.EVERY_FORWARD
-        self._set_buckets(bucket_cap_mb, bucket_cap_mb_list)
+        self._buckets_policy = buckets_policy(bucket_cap_mb, bucket_cap_mb_list, lazy=lazy_bucket_allocation)
+        self.bucket_bytes_cap_list = [int(mb * MiB) for mb in bucket_cap_mb_list or ()]
+        cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+        self.bucket_bytes_cap = max(self.bucket_bytes_cap_list, default=int(cap_mb * MiB))
         self.require_backward_grad_sync = True
         self._set_group(process_group, device_mesh)
         self.module = module
@@ -109,11 +112,6 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
         self._build(init_sync=init_sync)
 
     # -- construction --------------------------------------------------------------------------------------------------
-
-    def _set_buckets(self, cap_mb: float | None, cap_mb_list: list[float] | None) -> None:
-        self._buckets_policy = buckets_policy(cap_mb, cap_mb_list, lazy=self.lazy_bucket_allocation)
-        self.bucket_bytes_cap_list = [int(mb * MiB) for mb in cap_mb_list or ()]
-        self.bucket_bytes_cap = max(self.bucket_bytes_cap_list, default=int((25 if cap_mb is None else cap_mb) * MiB))
 
     def _set_group(self, process_group: Any, device_mesh: Any) -> None:
         if process_group is not None and device_mesh is not None:
