@@ -232,8 +232,6 @@ class _Places:
         self._numbers: dict[tuple[Any, ...], int] = {}
         """Of gradients: those that were learned by (number of the one before, length, dtype), the others by (None, how many equal
         ones came before in the same backward, length, dtype)."""
-        self._followed: set[int] = set()
-        """The numbers after which another gradient was learned."""
         self._backwards = self._learned_later = 0
         self._now: list[tuple[int, str]] = []
         self._departed: deque[tuple[tuple[int, str], ...]] = deque(maxlen=2 * self._LEARNED_LATER)
@@ -254,7 +252,7 @@ class _Places:
                 self._departed.remove(last)
             else:
                 self._departed.append(last)
-        elif last and self._at in self._followed:
+        elif last and any(before == self._at for before, *_ in self._numbers):
             self._warn(f"the last one ended after {len(last)}")
         self._backwards += 1
         self._at = -1
@@ -278,8 +276,6 @@ class _Places:
         """That of the gradient after the last one, if it was learned."""
         key = (self._at, numel, dtype)
         if learn and key not in self._numbers:
-            assert self._at is not None
-            self._followed.add(self._at)
             self._numbers[key] = len(self._numbers)
         return self._numbers.get(key)
 
@@ -289,7 +285,6 @@ class _Places:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self._numbers = {tuple(key): number for number, key in enumerate(saved["keys"])}
-        self._followed = {key[0] for key in self._numbers if key[0] is not None}
         self._backwards, self._now, self._at = int(saved["backwards"]), [], -1
 
     def _warn(self, how: str) -> None:
