@@ -70,10 +70,8 @@ class GradwireBackend(C10dMethods, Backend):
         OverGroup.__init__(self, group, devices, backend_name, coalescing)
         self._options = Backend.Options(backend_name, timedelta(seconds=group.timeout))
 
-    @property
-    def options(self) -> Any:
-        """torch copies them for the parts of a split."""
-        return self._options
+    options = property(lambda self: self._options)
+    """torch copies them for the parts of a split."""
 
     def split(self, store: Store, ranks: Sequence[int], options: Any) -> GradwireBackend:
         """The backend of these ranks. Only they may call it: torch has no result for the others."""
