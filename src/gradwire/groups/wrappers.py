@@ -11,6 +11,8 @@ import hashlib
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -20,7 +22,15 @@ from gradwire.collectives.finite import is_finite
 from gradwire.collectives.lower import Program
 from gradwire.collectives.matching import comparable, decode, encode, mismatch
 from gradwire.collectives.timeouts import timeout_seconds
-from gradwire.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, NonFiniteGradient, Origin, UsageError
+from gradwire.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    NonFiniteGradient,
+    Origin,
+    UsageError,
+    again,
+)
 from gradwire.groups.base import Group
 from gradwire.groups.completion import WorkInfo
 from gradwire.groups.forked import finalize_here
@@ -206,41 +216,52 @@ class TrackedWrapper(GroupWrapper):
             return self._pass_through(op)
         with self._order:
             work = self.begin(op)
-            self._worker.put(lambda: self._run(work))
+            self._worker.put(lambda: self._run(work, self._run_program))
         return work
 
     def _pass_through(self, op: Collective) -> Work:
-        work = self.begin(op)
+        work = self.begin(op, _Passed)
 
         def settle(inner: Work) -> None:
+            self.steps.pop(work.seq, None)
             work._settle([inner.exception()], inner.source)
 
         try:
-            self.inner.submit(op).add_done_callback(settle)
+            self.steps[work.seq] = inner = self.inner.submit(op)
+            if self.orders_streams(op.device):
+                work.inner = inner
+            inner.add_done_callback(settle)
         except Exception as error:
             work.fail(error)
         return work
 
-    def _run(self, work: Work) -> None:
-        program = self.program(work.op)
+    def _run(self, work: Work, run: Callable[[Work], object]) -> None:
+        """Settle `work` by `run(work)`, on the worker's thread."""
         work.ledger.started(work, time.perf_counter())
         try:
-            for step in program:
-                left = work.deadline - time.perf_counter()
-                if left <= 0:
-                    self.ledger.expire(work)
-                if work.is_completed():
-                    return
-                self.steps[work.seq] = inner = self.inner.submit(step.within(left))
-                inner.wait_done()
+            run(work)
             work.finish()
         except CollectiveTimeout as error:
             work.fail(self.late(work, error))
         except BaseException as error:  # SystemExit too: the thread is needed again
             work.fail(error)
         finally:
-            program.close()
             self.steps.pop(work.seq, None)
+
+    def _run_program(self, work: Work) -> None:
+        with closing(self.program(work.op)) as program:
+            for step in program:
+                self.submit_step(work, step).wait_done()
+
+    def submit_step(self, work: Work, op: Collective) -> Work:
+        """Submit an operation that is a part of `work`, with what is left of its time. Raises if `work` is over."""
+        left = work.deadline - time.perf_counter()
+        if left <= 0:
+            self.ledger.expire(work)
+        if (error := work.exception()) is not None:
+            raise again(error)
+        self.steps[work.seq] = step = self.inner.submit(op.within(left))
+        return step
 
     def late(self, work: Work, error: CollectiveTimeout) -> CollectiveTimeout:
         """The inner group's timeout, reworded for the caller's operation instead of its step; the missing ranks are the same."""
@@ -298,6 +319,15 @@ class TrackedWrapper(GroupWrapper):
         # What was in flight has had its time. This comes first: a step that is still in flight would block the worker thread.
         self._close_part(self.inner)
         self._worker_finalizer()
+
+
+class _Passed(Work):
+    """An operation that passes through a group that orders streams: to wait for it orders the current stream."""
+
+    inner: Work | None = None
+
+    def wait_settled(self, limit: float) -> bool:
+        return super().wait_settled(limit) if self.inner is None else self.inner.wait_settled(limit)
 
 
 class Verified(TrackedWrapper):

@@ -17,10 +17,9 @@ from gradwire.hooks.compressors.low_rank import power_sgd
 from gradwire.hooks.compressors.quantized import quantize, sign
 from gradwire.hooks.compressors.scaled import scaled_cast
 from gradwire.hooks.compressors.sparse import random_k, threshold, top_k
-from gradwire.hooks.compressors.visible import visible
 from gradwire.hooks.dense import cast, chain, mean, reduce_scatter_mean, weighted_mean
 from gradwire.hooks.periodic.base import OuterHook
-from gradwire.hooks.periodic.diloco import diloco, sparse_loco, streaming_diloco
+from gradwire.hooks.periodic.diloco import diloco, sparse_loco, streaming_diloco, visible
 from gradwire.hooks.periodic.local_sgd import gossip, local_sgd, post_local_sgd
 
 __all__ = [

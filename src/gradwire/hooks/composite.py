@@ -57,21 +57,16 @@ class Composite(CommHook):
     def error(self, spec: BucketSpec) -> float:
         return max((part.error(spec) for part in self.parts.values()), default=CommHook.error(self, spec))
 
-    def save_parts(self, state: Mapping[str, Any], spec: BucketSpec) -> dict[str, dict[str, Any]]:
-        return {name: part.save(state[name], spec) for name, part in self.parts.items() if name in state}
-
-    def shared_parts(self, saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        return {name: part.shared(pick(saved, name)) for name, part in self.parts.items()}
-
     def save(self, state: Any, spec: BucketSpec) -> dict[str, Any]:
         own = {name: split_flat(state[name], spec) for name in self.tensors}
-        return bundle(**own, **self.save_parts(state, spec))
+        parts = {name: part.save(state[name], spec) for name, part in self.parts.items() if name in state}
+        return bundle(**own, **parts)
 
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> Any:
         return self._own(saved, spec) | {n: part.load(pick(saved, n), spec) for n, part in self.parts.items()}
 
     def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        return bundle(**self.shared_parts(saved))
+        return bundle(**{name: part.shared(pick(saved, name)) for name, part in self.parts.items()})
 
     @property
     def structure(self) -> str:

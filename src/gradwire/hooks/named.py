@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
@@ -30,18 +29,14 @@ class NamedHook:
         return self.every > 1
 
 
-def _with_feedback(make: Callable[..., CommHook], **settings: Any) -> Callable[[], CommHook]:
-    def build() -> CommHook:
-        hook = make(**settings)
-        return hook if hook.remembers else chain(error_feedback(), hook)
-
-    return build
+def _fed(hook: CommHook) -> CommHook:
+    return chain(error_feedback(), hook)
 
 
 def _quantize(bits: int) -> NamedHook:
     block = 64 if bits == 1 else 256  # one bit has no magnitude, so there are more scales
     words = f"{bits} bit{'s' if bits > 1 else ''} per element, blocks of {block}, error feedback"
-    return NamedHook(f"quantize{bits}", words, _with_feedback(quantize, bits=bits, block=block))
+    return NamedHook(f"quantize{bits}", words, lambda: _fed(quantize(bits, block=block)))
 
 
 _PERIOD = 50
@@ -51,12 +46,12 @@ _ALL = (
     NamedHook("bf16", "dense bfloat16", lambda: chain(cast(torch.bfloat16), mean())),
     NamedHook("fp16", "dense float16", lambda: chain(cast(torch.float16), mean())),
     *map(_quantize, (8, 4, 2, 1)),
-    NamedHook("sign", "the sign of each element, error feedback", _with_feedback(sign)),
-    NamedHook("power_sgd", "rank 4", _with_feedback(power_sgd, rank=4)),
-    NamedHook("power_sgd16", "rank 16", _with_feedback(power_sgd, rank=16)),
-    NamedHook("power_sgd_batched", "rank 4, the bucket as one matrix", _with_feedback(power_sgd, rank=4, batched=True)),
-    NamedHook("top_k", "the largest 1 %, error feedback", _with_feedback(top_k, ratio=0.01)),
-    NamedHook("dgc", "the largest 0.1 % after a momentum", _with_feedback(dgc, ratio=0.001)),
+    NamedHook("sign", "the sign of each element, error feedback", lambda: _fed(sign())),
+    NamedHook("power_sgd", "rank 4", lambda: _fed(power_sgd(4))),
+    NamedHook("power_sgd16", "rank 16", lambda: _fed(power_sgd(16))),
+    NamedHook("power_sgd_batched", "rank 4, the bucket as one matrix", lambda: _fed(power_sgd(4, batched=True))),
+    NamedHook("top_k", "the largest 1 %, error feedback", lambda: _fed(top_k(ratio=0.01))),
+    NamedHook("dgc", "the largest 0.1 % after a momentum", lambda: dgc(0.001)),
     NamedHook(
         "diloco",
         f"parameters every {_PERIOD} steps",
@@ -67,7 +62,7 @@ _ALL = (
     NamedHook(
         "local4",
         f"parameters' mean every {_OFTEN} steps, changes in 4 bits, error feedback",
-        lambda: diloco(every=_OFTEN, outer_lr=1.0, outer_momentum=0.0, hook=_with_feedback(quantize, bits=4)()),
+        lambda: diloco(every=_OFTEN, outer_lr=1.0, outer_momentum=0.0, hook=_fed(quantize(4))),
         every=_OFTEN,
     ),
 )

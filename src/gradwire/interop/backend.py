@@ -26,8 +26,8 @@ from gradwire.groups.kinds import GroupKind, find_kind, known_kinds
 from gradwire.groups.store.private_store import mark_used, move_if_together, release
 from gradwire.hooks.base import CommHook
 from gradwire.interop.hooked_group import HookedGroup, check_gradient_hook
-from gradwire.interop.process_group import GradwireProcessGroup, as_process_group
-from gradwire.interop.torch_backend import PYTHON_BACKENDS, GradwireBackend
+from gradwire.interop.process_group import PYTHON_BACKENDS, GradwireBackend, GradwireProcessGroup, as_process_group
+from gradwire.runtime.threads import weakly
 
 Wrap = Callable[[Group], Group]
 
@@ -123,7 +123,7 @@ class _Creator:
         except BaseException:
             group.close(timeout=0.0)
             raise
-        weakref.finalize(seen, _leave, weakref.ref(seen))
+        weakref.finalize(seen, weakly(seen.close))
         if PYTHON_BACKENDS and (_torch_watches() or not _alone(self.name)):
             return GradwireBackend(seen, devices=self.devices, backend_name=self.name)
         return as_process_group(seen, devices=self.devices, backend_name=self.name, store=options.store)
@@ -147,10 +147,3 @@ def _alone(name: str) -> bool:
         frame = frame.f_back
     config = None if frame is None else frame.f_locals["backend_config"]
     return config is None or set(config.get_device_backend_map().values()) == {name}
-
-
-def _leave(group: weakref.ref[Group]) -> None:
-    """At interpreter exit: close the group, unless it was already freed."""
-    alive = group()
-    if alive is not None:
-        alive.close()

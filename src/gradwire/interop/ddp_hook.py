@@ -79,7 +79,13 @@ class TorchDdpHook:
         self.__name__ = self.__qualname__ = repr(hook)  # what torch logs
         self._hook = hook
         self._checks = checks
-        self._own = _OwnGroup(group, doing=f"as_torch_hook({hook!r})")
+        self._original = group
+        self._pg: Any = None
+        """The process group of the original group, if none was given."""
+        self._made: list[Group] = []
+        """Groups that were not given: the original one, and its duplicate. See Note [A group of its own]."""
+        self._overlaps = True
+        """Whether a reduction may overlap with torch's own work: if nothing else uses the group."""
         self._names = {id(p): name for name, p in named}
         self._device = named[0][1].device if named else torch.device("cpu")
         # Parameters are kept only for a hook that writes them: this adapter lives as long as torch's reducer.
@@ -100,19 +106,44 @@ class TorchDdpHook:
 
     def _begin(self, state: Any = None) -> HookRunner:
         """The runner, over the original group; a hook that writes parameters records them. Does not communicate."""
-        group = self._own.original(state)
+        group = self._original_group(state)
         if self._runner is None:
             self._runner = HookRunner(self._hook, group, self._named, optimizers=self._optimizers)
         return self._runner
 
+    def _original_group(self, state: Any) -> Group:
+        """The group to duplicate: the given one, else that of `state`, a process group as for torch's own hooks, else WORLD's."""
+        doing = f"as_torch_hook({self._hook!r})"
+        if self._original is None:
+            if not dist.is_initialized():
+                raise UsageError(
+                    f"{doing}: no group was given, and torch.distributed has none yet. Call dist.init_process_group "
+                    "first, or pass group=."
+                )
+            self._pg = state if isinstance(state, dist.ProcessGroup) else dist.group.WORLD
+            inside = getattr(self._pg, "group", None)  # set if it is a gradwire group behind torch's API
+            if not isinstance(inside, Group):
+                self._made.append(inside := C10dGroup(self._pg))
+            self._original = inside
+        elif self._pg is not None and isinstance(state, dist.ProcessGroup) and state is not self._pg:
+            raise UsageError(
+                f"{doing}: its first communication was over {self._pg.group_name!r}, but DDP now passes the process group "
+                f"{state.group_name!r} as its state. Pass group=gw.from_process_group(pg) to as_torch_hook."
+            )
+        return self._original
+
     def _communicate(self, state: Any = None) -> HookRunner:
         """The runner, over this hook's own group. The first call is a collective."""
         runner = self._begin(state)
-        group = self._own.get(self._device, state)
-        if runner.group is not group:
-            runner.move_to_group(group)
         if self._events is None:
-            self._events = ModelEvents(group)
+            original = own = runner.group
+            if original.size > 1 and not original.orders_streams(self._device):
+                try:
+                    self._made.append(own := original.split(0) or original)
+                    runner.move_to_group(own)
+                except UsageError:  # the same on every rank: it depends only on the kind of group
+                    self._overlaps = False
+            self._events = ModelEvents(own)
         return runner
 
     def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -126,10 +157,10 @@ class TorchDdpHook:
         events, step = self._events or ModelEvents(runner.group), runner.step
         events.record(RecordKind.BUCKET_FULL, step, spec=spec)
         with torch.no_grad(), writer.within(events.place(step, spec.index)):
-            pending = self._checks.start(runner, ours, overlap=self._own.overlaps)
+            pending = self._checks.start(runner, ours, overlap=self._overlaps)
         events.record(RecordKind.BUCKET_LAUNCHED, step, spec=spec, label=runner.name)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
-        if device.type == "cuda" or not self._own.overlaps:
+        if device.type == "cuda" or not self._overlaps:
             future.set_result(pending.wait())
             events.record(RecordKind.BUCKET_REDUCED, step, spec=spec)
             return future
@@ -181,7 +212,8 @@ class TorchDdpHook:
         self._optimizers.detach()
         if self._runner is not None:
             self._runner.close()
-        self._own.close()
+        for group in reversed(self._made):
+            group.close()
 
     def _spec(self, bucket: Any) -> BucketSpec:
         parameters, buffer = bucket.parameters(), bucket.buffer()
@@ -240,52 +272,3 @@ class StepChecks:
                 parameter.grad = None
         elif error is not None:
             raise error.error if isinstance(error, StepRejected) else error
-
-
-class _OwnGroup:
-    """Makes the group on first use. See Note [A group of its own]."""
-
-    def __init__(self, given: Group | None, *, doing: str) -> None:
-        self.overlaps = True
-        """Whether a reduction may overlap with torch's own work: if nothing else uses the group."""
-        self._doing = doing
-        self._original = given
-        self._pg: Any = None
-        self._made: Group | None = None
-
-    def original(self, state: Any = None) -> Group:
-        """The group to duplicate: the given one, else that of `state`, a process group as for torch's own hooks, else WORLD's."""
-        if self._original is None:
-            if not dist.is_initialized():
-                raise UsageError(
-                    f"{self._doing}: no group was given, and torch.distributed has none yet. Call dist.init_process_group "
-                    "first, or pass group=."
-                )
-            self._pg = state if isinstance(state, dist.ProcessGroup) else dist.group.WORLD
-            inside = getattr(self._pg, "group", None)  # set if it is a gradwire group behind torch's API
-            self._original = inside if isinstance(inside, Group) else C10dGroup(self._pg)
-        elif self._pg is not None and isinstance(state, dist.ProcessGroup) and state is not self._pg:
-            raise UsageError(
-                f"{self._doing}: its first communication was over {self._pg.group_name!r}, but DDP now passes the process group "
-                f"{state.group_name!r} as its state. Pass group=gw.from_process_group(pg) to as_torch_hook."
-            )
-        return self._original
-
-    def get(self, device: torch.device, state: Any = None) -> Group:
-        """The group to communicate over. The first call is a collective: every rank makes it at the same point."""
-        original = self.original(state)
-        if self._made is None and original.size > 1 and not original.orders_streams(device):
-            try:
-                self._made = original.split(0)
-            except UsageError:  # the same on every rank: it depends only on the kind of group
-                self.overlaps = False
-        self._made = self._made or original
-        return self._made
-
-    def close(self) -> None:
-        """Close the duplicate; a group that was given stays open."""
-        if self._made is not None and self._made is not self._original:
-            self._made.close()
-        given_or_inside = self._pg is None or getattr(self._pg, "group", None) is self._original
-        if self._original is not None and not given_or_inside:
-            self._original.close()

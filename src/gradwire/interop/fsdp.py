@@ -27,7 +27,7 @@ from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import CommHook
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.interop.checkpointed_hook import CheckpointedHook
-from gradwire.interop.fsdp_checks import IN_A_SHARD, OF_A_RANK, CheckedModule, FsdpChecks
+from gradwire.interop.fsdp_checks import CheckedModule, FsdpChecks
 from gradwire.interop.process_group_base import translate_reduce_op
 from gradwire.reducer.buckets.layout import plain_name
 from gradwire.reducer.hook.runner import HookRunner
@@ -39,6 +39,7 @@ class FsdpReduction(CheckpointedHook):
 
     _doing: ClassVar[str]
     _advice: ClassVar[str]
+    """What to do about a gradient that is not finite."""
     _scatters: ClassVar[bool]
     """Whether what it reduces has a row for each rank, and the result is this rank's."""
 
@@ -120,7 +121,10 @@ class FsdpHook(FsdpReduction):
     """See `as_fsdp_hook`. Call it with the flat tensor, which is reduced in place."""
 
     _doing = "as_fsdp_hook"
-    _advice = IN_A_SHARD
+    _advice = (
+        "It is in that rank's shard, which holds the sum of all ranks that it shards with: look at the batches, losses and "
+        "learning rates of these."
+    )
     _scatters = False
 
     def __call__(self, flat: Tensor) -> None:
@@ -150,7 +154,7 @@ class FsdpReduceScatter(FsdpReduction):
     """See `as_fsdp_reduce_scatter`. It has the two methods of torch's `ReduceScatter`."""
 
     _doing = "as_fsdp_reduce_scatter"
-    _advice = OF_A_RANK
+    _advice = "It is in that shard. Look at that rank's batch, loss and learning rate."
     _scatters = True
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

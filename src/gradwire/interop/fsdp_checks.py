@@ -24,21 +24,12 @@ from gradwire.reducer.checks.nonfinite_search import Found, Look, Search, examin
 from gradwire.reducer.hook.hook_states import StepFork
 from gradwire.reducer.hook.runner import HookRunner
 
-IN_A_SHARD = (
-    "It is in that rank's shard, which holds the sum of all ranks that it shards with: look at the batches, losses and "
-    "learning rates of these."
-)
-"""What to do about a gradient that FSDP has reduced before the hook."""
-OF_A_RANK = "It is in that shard. Look at that rank's batch, loss and learning rate."
-"""What to do about a gradient that the hook reduces first."""
-
 
 @dataclass(frozen=True, slots=True)
 class CheckedModule:
     """The hook of one FSDP module."""
 
     runner: HookRunner
-    search: Search
     first: int
     """The number of its first parameter in the model."""
     row: int
@@ -80,13 +71,12 @@ class FsdpChecks:
         """Check the hook of one more module, on these parts of its parameters."""
         if not parts:
             raise UsageError("FsdpChecks: errors name parameters. Pass named_parameters to each hook.")
-        search, first, row = Search([name for name, _ in parts]), len(self._names), len(self._names) + len(parts)
+        first = len(self._names)
         for name, shape in (*parts, (f"{parts[0][0]} or another parameter of its module", (0,))):
             self._names.append(name)
             self._shapes.append(shape)
-        module = CheckedModule(runner, search, first, row, parameters, advice)
-        self._modules.append(module)
-        return module
+        self._modules.append(CheckedModule(runner, first, first + len(parts), parameters, advice))
+        return self._modules[-1]
 
     def run(
         self,
@@ -109,8 +99,7 @@ class FsdpChecks:
                 fork.commit()  # of a backward that has failed
             may_drop = self._policy is not NonFinite.RECORD
             self._forks = [one.runner.states.fork() for one in self._modules if may_drop]
-        search, first = (module.search, module.first) if is_named else (Search(spec.names), module.row)
-        hook = module.runner.hook
+        search, first, hook = Search(spec.names), module.first if is_named else module.row, module.runner.hook
         before = search.before(bucket, narrowest(hook if hook.passes_nonfinite else None, spec.dtype))
         result = reduce(bucket)
         # An average may be overwritten too, so it is examined now.

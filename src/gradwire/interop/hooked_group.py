@@ -7,17 +7,27 @@ Note [What is a gradient]
 A sum or average of one floating-point tensor, all-reduced or reduced and scattered, that is submitted while autograd runs a
 backward, in any of its threads. All else passes as it is: the loss, gradient norms and metrics, which are reduced between
 backwards, maxima, integers, broadcasts. All ranks submit the same operations in the same order, so they decide alike.
+
+Note [Which gradient is which]
+A hook's state belongs to a gradient, and the operation does not name it. But a model reduces its gradients in the same order in
+each backward. So a gradient is identified by those before it in the same backward: by the lengths and dtypes of all of them.
+Backwards that begin alike and continue differently (two models that share the group) thus have states of their own; models of equal
+shapes do not. What the first backwards reduce is learned at once, since torch's DDP has other buckets in its first ones; later a
+sequence is learned when it occurs for the second time. From the place where a backward departs from what was learned, states belong
+to lengths and dtypes.
 """
 
 from __future__ import annotations
 
 import threading
-import time
+import warnings
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradwire.autograd.backward_errors import BEGINS, around_backward
 from gradwire.collectives import Collective, OpKind, ReduceOp, Scope
@@ -26,13 +36,13 @@ from gradwire.groups.base import Group
 from gradwire.groups.c10d.work import C10dWork, CompletionPoller
 from gradwire.groups.forked import finalize_here
 from gradwire.groups.work import Work
-from gradwire.groups.wrappers import GroupWrapper, TrackedWrapper
+from gradwire.groups.wrappers import TrackedWrapper
 from gradwire.hooks.arguments import check_hooks, refuse_traits
 from gradwire.hooks.base import CommHook, Trait
 from gradwire.hooks.bucket import BucketSpec, GradBucket
 from gradwire.hooks.dense import Mean
 from gradwire.interop.checkpointed_hook import CheckpointedHook
-from gradwire.interop.gradient_places import GradientPlaces
+from gradwire.reducer.hook.driver import Submit
 from gradwire.reducer.hook.runner import HookRunner
 from gradwire.reducer.model_events import ModelEvents
 
@@ -75,10 +85,9 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
         check_gradient_hook("HookedGroup", hook)
         super().__init__(inner)
         self.hook = hook
-        self._steps_of_hook = _Steps(inner)
-        self._runner = HookRunner(hook, self._steps_of_hook)
+        self._runner = HookRunner(hook, inner)
         self._events = ModelEvents(inner)
-        self._places = GradientPlaces(hook)
+        self._places = _Places(hook)
         self._running: dict[int, object] = {}
         """The outermost backwards that run, by their threads. Graph tasks of re-entrant ones are parts of them."""
         self._reduced_in: object = None
@@ -106,7 +115,7 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
         t = op.inputs[0]
         return t.dtype.is_floating_point and not t.is_sparse and t.numel() > 0
 
-    def _next_gradient(self, op: Collective) -> Callable[[], None]:
+    def _next_gradient(self, op: Collective) -> Callable[[Submit | None], None]:
         """Reduces the next gradient of this backward, or the first one of a new backward."""
         running = dict(self._running)
         backward = running.get(threading.get_ident()) or torch._C._current_graph_task_id()
@@ -129,54 +138,32 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
             if gradient is None and self._worker.idle:
                 return self._pass_through(op)
             work = self.begin(op)
-            self._worker.put(partial(self._run if gradient is None else partial(self._reduce, gradient), work))
+            run = partial(self._run, work, self._run_program)
+            self._worker.put(run if gradient is None else partial(self._reduce, work, gradient))
         return work
 
-    def _pass_through(self, op: Collective) -> Work:
-        work = self.begin(op, _Passed)
-
-        def settle(inner: Work) -> None:
-            self.steps.pop(work.seq, None)
-            work._settle([inner.exception()], inner.source)
-
-        try:
-            self.steps[work.seq] = inner = self.inner.submit(op)
-            if self.inner.orders_streams(op.device):
-                work.inner = inner
-            inner.add_done_callback(settle)
-        except Exception as error:
-            work.fail(error)
-        return work
-
-    def _reduce(self, gradient: Callable[[], None], work: Work) -> None:
+    def _reduce(self, work: Work, gradient: Callable[[Submit | None], None]) -> None:
         """On the worker's thread."""
-        if work.is_completed():  # aborted
-            return
-        work.ledger.started(work, time.perf_counter())
-        self._steps_of_hook.of(work, self.steps)
-        try:
-            gradient()
-            work.finish()
-        except CollectiveTimeout as error:
-            work.fail(self.late(work, error))
-        except BaseException as error:  # SystemExit too: the thread is needed again
-            self._failed(work, error)
-        finally:
-            self._steps_of_hook.of(None, self.steps)
-            self.steps.pop(work.seq, None)
+        if not work.is_completed():  # aborted
+            self._run(work, lambda work: gradient(partial(self.submit_step, work)))
+            self._abort_if_failed(work)
 
-    def _reduce_on_stream(self, op: Collective, gradient: Callable[[], None]) -> Work:
+    def _reduce_on_stream(self, op: Collective, gradient: Callable[[Submit | None], None]) -> Work:
         work = self.begin(op, C10dWork)
         try:
-            gradient()
+            gradient(None)
             work.watch_stream(self._poller)
         except BaseException as error:
-            self._failed(work, error)
+            work.fail(error)
+            self._abort_if_failed(work)
         return work
 
     @torch.no_grad()
-    def _run_hook(self, op: Collective, spec: BucketSpec, begins: bool) -> None:
-        """Reduce a gradient, the first of a backward if it `begins`, and write the result where the caller expects it."""
+    def _run_hook(self, op: Collective, spec: BucketSpec, begins: bool, submit: Submit | None) -> None:
+        """Reduce a gradient, the first of a backward if it `begins`, and write the result where the caller expects it.
+
+        With `submit` the steps are a part of an operation; on CUDA streams nothing waits for them.
+        """
         runner = self._runner
         if begins:
             runner.states.next_step()
@@ -189,16 +176,18 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
         bucket, output = GradBucket(spec, flat, (), is_last=False), op.outputs[0]
         with self._events.reduction(spec, runner.step, hook=runner.name):
             if scatters:
-                value = runner.run_scattered(bucket)
+                value = runner.run_scattered(bucket, submit)
             else:
-                value = runner.start(bucket).wait() if flat.is_cuda else runner.run(bucket)
+                value = runner.start(bucket).wait() if flat.is_cuda else runner.run(bucket, submit)
             output.copy_(value.view(output.shape))
             if op.reduce_op is not ReduceOp.AVG:
                 output.mul_(runner.group.size)
 
-    def _failed(self, work: Work, error: BaseException) -> None:
-        work.fail(error)
-        if not isinstance(error, GroupError):  # of this rank alone, perhaps: the others wait for its next collective
+    def _abort_if_failed(self, work: Work) -> None:
+        error = work.exception()
+        if not isinstance(
+            error, GroupError | None
+        ):  # of this rank alone, perhaps: the others wait for its next collective
             self.inner.abort(f"{self.hook!r} failed on rank {self.rank} with {type(error).__name__}: {error}")
 
     def _drain(self) -> None:
@@ -232,34 +221,79 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
         self._poller_finalizer()
 
 
-class _Passed(Work):
-    """An operation that passes through a group that orders streams: to wait for it orders the current stream."""
+class _Places:
+    """See Note [Which gradient is which]."""
 
-    inner: Work | None = None
+    _LEARNED_AT_ONCE = 4
+    _LEARNED_LATER = 8
 
-    def wait_settled(self, limit: float) -> bool:
-        return super().wait_settled(limit) if self.inner is None else self.inner.wait_settled(limit)
+    def __init__(self, hook: CommHook) -> None:
+        self._hook = hook
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        """Of gradients: those that were learned by (number of the one before, length, dtype), the others by (None, how many equal
+        ones came before in the same backward, length, dtype)."""
+        self._backwards = self._learned_later = 0
+        self._now: list[tuple[int, str]] = []
+        self._departed: deque[tuple[tuple[int, str], ...]] = deque(maxlen=2 * self._LEARNED_LATER)
+        """Backwards that departed from what was learned: the last ones."""
+        self._at: int | None = -1
+        """The number of the last gradient; None after a departure."""
+        self._warned = not hook.structure  # nothing depends on it then
 
+    def begin(self) -> None:
+        """The last backward is over, and another one begins."""
+        last, self._now = tuple(self._now), []
+        if self._at is None:
+            if last in self._departed and self._learned_later < self._LEARNED_LATER:
+                self._learned_later += 1
+                self._at = -1
+                for what in last:
+                    self._at = self._number(*what, learn=True)
+                self._departed.remove(last)
+            else:
+                self._departed.append(last)
+        elif last and any(before == self._at for before, *_ in self._numbers):
+            self._warn(f"the last one ended after {len(last)}")
+        self._backwards += 1
+        self._at = -1
 
-class _Steps(GroupWrapper):
-    """The inner group for the hook: what it submits are the steps of an operation, and have what is left of its time."""
+    def next(self, gradient: Tensor) -> BucketSpec:
+        """The bucket of the next gradient of this backward."""
+        what = numel, dtype = gradient.numel(), str(gradient.dtype).removeprefix("torch.")
+        same = self._now.count(what)
+        self._now.append(what)
+        if self._at is not None:
+            self._at = self._number(numel, dtype, learn=self._backwards <= self._LEARNED_AT_ONCE)
+            if self._at is None:
+                self._warn(f"number {len(self._now)} of this one, of {numel} elements in {dtype}, is new")
+        number = self._at
+        if number is None:
+            number = self._numbers.setdefault((None, same, numel, dtype), len(self._numbers))
+        name = f"gradient {number} of {numel} elements in {dtype}"
+        return BucketSpec(number, (name,), ((numel,),), ((1,),), gradient.dtype, gradient.device)
 
-    def __init__(self, inner: Group) -> None:
-        super().__init__(inner)
-        self.name = inner.name
-        self._work: Work | None = None
-        self._steps: dict[int, Work] = {}
+    def _number(self, numel: int, dtype: str, *, learn: bool) -> int | None:
+        """That of the gradient after the last one, if it was learned."""
+        key = (self._at, numel, dtype)
+        if learn and key not in self._numbers:
+            self._numbers[key] = len(self._numbers)
+        return self._numbers.get(key)
 
-    def of(self, work: Work | None, steps: dict[int, Work]) -> None:
-        """From now on, of `work`; `steps` has the current one."""
-        self._work, self._steps = work, steps
+    def saved(self) -> dict[str, Any]:
+        """What a state needs to be loaded for the same gradients."""
+        return {"keys": [list(key) for key in self._numbers], "backwards": self._backwards}
 
-    def submit(self, op: Collective) -> Work:
-        work = self._work
-        if work is None:  # on CUDA streams nothing waits
-            return self.inner.submit(op)
-        left = work.deadline - time.perf_counter()
-        if left <= 0:
-            work.ledger.expire(work)
-        self._steps[work.seq] = step = self.inner.submit(op.within(max(left, 1e-3)))
-        return step
+    def load(self, saved: Mapping[str, Any]) -> None:
+        self._numbers = {tuple(key): number for number, key in enumerate(saved["keys"])}
+        self._backwards, self._now, self._at = int(saved["backwards"]), [], -1
+
+    def _warn(self, how: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"HookedGroup({self._hook!r}): backwards differ in the gradients that they reduce: {how}. A group does not learn "
+                "the names of gradients, so the hook's state belongs to places in this sequence, and from the first difference on "
+                "to lengths, until the sequence recurs. If layers are skipped or frozen from step to step, use a hook without "
+                "state, or one that gets names: as_fsdp_hook, or DistributedDataParallel. Of many models, give each its own group.",
+                stacklevel=2,
+            )

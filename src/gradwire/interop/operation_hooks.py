@@ -17,7 +17,7 @@ from gradwire.collectives import Collective, OpKind
 from gradwire.errors import UsageTypeError
 from gradwire.events import CollectiveFailed, Handle
 from gradwire.groups.base import Group
-from gradwire.interop.work import NAMES
+from gradwire.interop.work import NAMES, TorchWork
 from gradwire.runtime.dynamo import untraced
 
 _SEVERAL = {
@@ -102,18 +102,16 @@ class OperationHooks:
             for _, hook in sorted(self._abort_hooks.items(), reverse=True):  # the stack calls the last one first
                 calls.callback(hook)
 
-    def _fire_pre_hooks(self, ops: Sequence[Collective], async_op: bool) -> int:
-        """Returns the number of the operation."""
-        op_id, root = self._operations, -1 if ops[0].root is None else ops[0].root
+    def _between_hooks(self, ops: Sequence[Collective], async_op: bool, submit: Callable[[], TorchWork]) -> TorchWork:
+        name, op_id, root = _name(ops), self._operations, -1 if ops[0].root is None else ops[0].root
         self._operations += 1
         inputs, outputs = [t for op in ops for t in op.inputs], [t for op in ops for t in op.outputs]
-        for _, hook in sorted(self._pre_hooks.items()):
-            hook(PreHookArgs(_name(ops), async_op, inputs, outputs, root, op_id))
-        return op_id
-
-    def _fire_post_hooks(self, ops: Sequence[Collective], async_op: bool, op_id: int, work: Any) -> None:
-        for _, hook in sorted(self._post_hooks.items()):
-            hook(PostHookArgs(_name(ops), async_op, work, op_id))
+        for _, before in sorted(self._pre_hooks.items()):
+            before(PreHookArgs(name, async_op, inputs, outputs, root, op_id))
+        work = submit()
+        for _, after in sorted(self._post_hooks.items()):
+            after(PostHookArgs(name, async_op, work, op_id))
+        return work
 
 
 def _name(ops: Sequence[Collective]) -> Any:

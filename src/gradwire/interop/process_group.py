@@ -1,9 +1,16 @@
-"""`as_process_group`: a gradwire group with c10d's API, for everything in torch that takes a ProcessGroup.
+"""`as_process_group`: a gradwire group with c10d's API, for everything in torch that takes a ProcessGroup; and as a c10d Backend.
 
 Note [How torch reaches a Python group]
 Python code (`dist.*`, FSDP2, ZeRO) calls these methods directly. C++ (the DDP reducer, functional collectives) calls virtual
 functions of c10d::ProcessGroup, of which torch forwards only some to Python: docs/interop.md lists both. The rest looks for a
-backend, which we have since torch 2.15: see Note [A process group and its backend] in `torch_backend.py`.
+backend, which we have since torch 2.15: see Note [A process group and its backend].
+
+Note [A process group and its backend]
+What C++ calls on a process group written in Python is forwarded to Python in part; the rest looks for a backend. So since 2.15 ours
+has one, over the same group. Where a process group has other backends for other devices ("cpu:gradwire,cuda:nccl"), or torch was
+told to record collectives or to check them for NaN, the process group is torch's own and has this backend alone. Of a Work that
+passes through it torch forwards only waits and futures: its `is_completed()` is never True, and it has no `result()` and no source.
+So it is not the only form.
 
 Note [The group is its own backend]
 torch asks a process group for the C++ backend of a device to query its capabilities. This group has none; it returns itself, and
@@ -18,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +36,63 @@ from gradwire.collectives import Collective
 from gradwire.errors import UsageError, UsageRuntimeError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.groups.c10d import C10dGroup
+from gradwire.groups.work import Work
 from gradwire.interop.c10d_methods import C10dMethods
 from gradwire.interop.operation_hooks import OperationHooks
 from gradwire.interop.process_group_base import OverGroup, Settings
-from gradwire.interop.torch_backend import PYTHON_BACKENDS, GradwireBackend
 from gradwire.interop.work import TorchWork
 from gradwire.runtime.dynamo import untraced
+
+
+def _has_constructor() -> bool:
+    try:
+        type("Probe", (Backend,), {})(0, 1)
+    except TypeError:
+        return False
+    return True
+
+
+PYTHON_BACKENDS = _has_constructor()
+"""Whether torch lets Python implement backends."""
+
+
+@untraced
+class GradwireBackend(C10dMethods, Backend):
+    """A gradwire group in a process group: see Note [A process group and its backend]. `.group` is the gradwire group."""
+
+    supports_splitting = True
+    supports_coalescing = True
+
+    def __init__(
+        self, group: Group, *, devices: Sequence[str], backend_name: str, coalescing: list[list[Work]] | None = None
+    ) -> None:
+        Backend.__init__(self, group.rank, group.size)
+        OverGroup.__init__(self, group, devices, backend_name, coalescing)
+        self._options = Backend.Options(backend_name, timedelta(seconds=group.timeout))
+
+    options = property(lambda self: self._options)
+    """torch copies them for the parts of a split."""
+
+    def split(self, store: Store, ranks: Sequence[int], options: Any) -> GradwireBackend:
+        """The backend of these ranks. Only they may call it: torch has no result for the others."""
+        ranks = [int(rank) for rank in ranks]
+        if self.group.rank not in ranks:
+            raise UsageError(
+                f"split_group of {self.group} into {ranks} on rank {self.group.rank}: torch needs every rank in one of the parts. "
+                "Pass split_ranks that contain all ranks, or use dist.new_group."
+            )
+        subgroup = self.group.subgroup(ranks, name=self._name_part(self.group.name, ranks))
+        part = GradwireBackend(subgroup, devices=self._devices, backend_name=self._backend_name)
+        if options is not None:
+            part.set_timeout(options._timeout)
+        return part
+
+    # C++ calls these without a device.
+    start_coalescing = OverGroup._start_coalescing
+    end_coalescing = OverGroup._end_coalescing
+
+    def __repr__(self) -> str:
+        return f"<{self._backend_name} backend over {self.group}>"
 
 
 @untraced
@@ -60,11 +119,9 @@ class GradwireProcessGroup(C10dMethods, OperationHooks, dist.ProcessGroup):  # t
             self._set_default_backend(kind)
 
     def submit(self, settings: Settings, *ops: Collective) -> TorchWork:
-        op_id = self._fire_pre_hooks(ops, settings.async_op) if self._pre_hooks or self._post_hooks else 0
-        work = super().submit(settings, *ops)
-        if self._post_hooks:
-            self._fire_post_hooks(ops, settings.async_op, op_id, work)
-        return work
+        if not self._pre_hooks and not self._post_hooks:
+            return super().submit(settings, *ops)
+        return self._between_hooks(ops, settings.async_op, partial(super().submit, settings, *ops))
 
     def abort(self) -> None:
         try:

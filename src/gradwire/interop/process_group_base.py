@@ -123,20 +123,19 @@ class OverGroup:
 
     def submit(self, settings: Settings, *ops: Collective) -> TorchWork:
         """Submit collectives to the group: every method of c10d ends here."""
-        works = [self._submit_one(settings, op) for op in ops]
+        works: list[Work] = []
+        for op in ops:
+            work: object = self.group.submit(op if settings.timeout is None else op.within(settings.timeout))
+            if not isinstance(work, Work):
+                raise UsageTypeError(
+                    f"{op} on {self.group}: submit returned {work!r}, not a gradwire Work. "
+                    f"{type(self.group).__name__}.submit must return the Work that begin(op) gave it."
+                )
+            self._sequence = work.seq + 1
+            works.append(work)
         if self._coalescing:
             self._coalescing[-1] += works
         return TorchWork(*works, dropped=self._dropped)
-
-    def _submit_one(self, settings: Settings, op: Collective) -> Work:
-        work: object = self.group.submit(op if settings.timeout is None else op.within(settings.timeout))
-        if not isinstance(work, Work):
-            raise UsageTypeError(
-                f"{op} on {self.group}: submit returned {work!r}, not a gradwire Work. "
-                f"{type(self.group).__name__}.submit must return the Work that begin(op) gave it."
-            )
-        self._sequence = work.seq + 1
-        return work
 
     def getBackendName(self) -> str:
         """The backend's name in `dist.get_backend` and torch's logs; never "gloo" or "nccl"."""

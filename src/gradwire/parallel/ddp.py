@@ -27,7 +27,7 @@ from gradwire.parallel.logging_data import Logger
 from gradwire.parallel.mixed_precision import MixedPrecision
 from gradwire.parallel.replica import Replica, ReplicaPolicies
 from gradwire.parallel.torch_arguments import Delayed, buckets_policy, buffers_policy, check_devices, move_to
-from gradwire.parallel.torch_surface import BufferHook, ManualFinalization, ReducerCompat, TorchSurface
+from gradwire.parallel.torch_surface import ManualFinalization, ReducerCompat, TorchSurface
 from gradwire.parallel.trainable import check_module
 from gradwire.policies import Buffers, Gradients, Graph, MiB, NonFinite
 from gradwire.reducer.hook.torch_hooks import check_torch_hook
@@ -88,7 +88,10 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self._buffers_policy = buffers_policy(broadcast_buffers, forward_sync_buffers)
         self.forward_sync_buffers = self._buffers_policy is Buffers.EVERY_FORWARD
-        self._set_buckets(bucket_cap_mb, bucket_cap_mb_list)
+        self._buckets_policy = buckets_policy(bucket_cap_mb, bucket_cap_mb_list, lazy=lazy_bucket_allocation)
+        self.bucket_bytes_cap_list = [int(mb * MiB) for mb in bucket_cap_mb_list or ()]
+        cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
+        self.bucket_bytes_cap = max(self.bucket_bytes_cap_list, default=int(cap_mb * MiB))
         self.require_backward_grad_sync = True
         self._set_group(process_group, device_mesh)
         self.module = module
@@ -109,11 +112,6 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
         self._build(init_sync=init_sync)
 
     # -- construction --------------------------------------------------------------------------------------------------
-
-    def _set_buckets(self, cap_mb: float | None, cap_mb_list: list[float] | None) -> None:
-        self._buckets_policy = buckets_policy(cap_mb, cap_mb_list, lazy=self.lazy_bucket_allocation)
-        self.bucket_bytes_cap_list = [int(mb * MiB) for mb in cap_mb_list or ()]
-        self.bucket_bytes_cap = max(self.bucket_bytes_cap_list, default=int((25 if cap_mb is None else cap_mb) * MiB))
 
     def _set_group(self, process_group: Any, device_mesh: Any) -> None:
         if process_group is not None and device_mesh is not None:
@@ -250,7 +248,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
     def _exchange(self) -> None:
         self._uneven.before_forward(self)
         self.replica.rebuild()
-        self._sync_buffers(BufferHook.BEFORE)
+        self._sync_buffers("PRE_FORWARD")
         if self._join_config.enable:
             self._uneven.announce_sync(self.replica.sync)
 
@@ -263,7 +261,7 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
     def _post_forward(self, output: Any) -> Any:
         if self.replica.recomputing:
             return output
-        self._sync_buffers(BufferHook.AFTER)
+        self._sync_buffers("POST_FORWARD")
         # Once more, as Lightning resets it if the module has run its backward itself.
         self.replica.sync = self.require_backward_grad_sync
         output = self.replica.after_forward(output)
@@ -272,16 +270,13 @@ class DistributedDataParallel(TorchSurface, ManualFinalization, HookControls, nn
         return output if self._delayed is None else self._delayed.after_forward(output)
 
     def _sync_buffers(self, place: str) -> None:
-        if not self.will_sync_module_buffers():
-            return
-        hook: BufferHook | None = getattr(self, "buffer_hook", None)
-        if (hook.place if hook is not None else BufferHook.BEFORE) != place:
+        if place != self._syncs_buffers or not self.will_sync_module_buffers():
             return
         src = self._uneven.common_rank(True) if self._join_config.enable else 0
-        if hook is None:
+        if self.buffer_hook is None:
             self.replica.state.sync_buffers(src)
-        else:
-            hook.run(self.replica)
+        elif (futures := self.buffer_hook(self.replica.state.named_buffers())) is not None:
+            self.replica.reducer.wait_at_end.extend(futures)
 
     def will_sync_module_buffers(self) -> bool:
         return self.replica.sync_buffers_next and self.forward_sync_buffers and bool(self.replica.state.named_buffers())

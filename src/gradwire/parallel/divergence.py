@@ -108,7 +108,8 @@ class DivergenceCheck:
         """Count a step, and check if it is due. While a hook such as `diloco` lets ranks differ, the check is put off."""
         self.steps += 1
         self._due = self._due or self.steps % self.every == 0
-        if not self._due or _may_differ(self._model):
+        replica = getattr(self._model, "replica", None) or getattr(self._model, "_gradwire_replica", None)
+        if not self._due or getattr(getattr(replica, "runner", None), "differ", False):
             return []
         self._due = False
         return self.check()
@@ -254,12 +255,6 @@ def _group_of(module: nn.Module, group: Any) -> Group:
     if group is None:
         group = default_process_group(instead="DivergenceCheck(model, group)")
     return from_process_group(group)
-
-
-def _may_differ(model: nn.Module) -> bool:
-    """Whether the hook of a model lets parameters differ between ranks now."""
-    replica = getattr(model, "replica", None) or getattr(model, "_gradwire_replica", None)
-    return bool(getattr(getattr(replica, "runner", None), "differ", False))
 
 
 def _signed(number: int) -> int:

@@ -101,7 +101,7 @@ class _Substitution:
         self._swaps: list[tuple[Any, str, Tensor, Tensor, bool]] = []
         """Each replaced tensor: the dict that holds it, its name there, the tensor, its replacement, whether it is a buffer."""
         self._rnns: list[tuple[nn.RNNBase, Any, Any]] = []
-        self._low: dict[int, tuple[Tensor, Tensor]] = {}
+        self._low: dict[Tensor, Tensor] = {}
 
     def begin(self) -> None:
         """Put the low-precision tensors in, converting what has not been converted yet."""
@@ -120,12 +120,10 @@ class _Substitution:
                 continue
             if self._mixed.skips(f"{prefix}.{name}" if prefix else name, full):
                 continue
-            same, low = self._low.get(id(full), (None, full))
-            if same is not full:
-                low = full.to(dtype)
-                self._low[id(full)] = (full, low)
+            if full not in self._low:
+                self._low[full] = full.to(dtype)
+            held[name] = low = self._low[full]
             self._swaps.append((held, name, full, low, is_buffer))
-            held[name] = low
 
     def end(self) -> None:
         """Put the full-precision tensors back. A buffer that the forward has written to, or replaced, keeps its new value."""
@@ -134,7 +132,7 @@ class _Substitution:
                 continue  # the forward has deleted it
             now = held[name]
             if is_buffer:
-                self._low.pop(id(full), None)
+                self._low.pop(full, None)
                 held[name] = _written_back(full, now)
             elif now is low:
                 held[name] = full

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -129,36 +130,29 @@ class _Warning:
         return _Warning, ()
 
 
-Piece = tuple[int, int, int]
-"""(tensor index, first element, one past the last)."""
-
 _IN_FLIGHT = 2
 
 
-def plan(tensors: Sequence[Tensor], buffer_size: int) -> Iterator[list[Piece]]:
-    """Assign the tensors to buffers of one dtype and device and at most `buffer_size` bytes, splitting larger tensors.
+def _buffers(rows: Sequence[Tensor], buffer_size: int) -> Iterator[list[Tensor]]:
+    """Views of all elements, in lists of one dtype and device and at most `buffer_size` bytes.
 
-    >>> list(plan([torch.zeros(3), torch.zeros(2), torch.zeros(1, dtype=torch.int64)], buffer_size=16))
-    [[(0, 0, 3), (1, 0, 1)], [(1, 1, 2)], [(2, 0, 1)]]
+    >>> [[view.numel() for view in buffer] for buffer in _buffers([torch.zeros(5), torch.zeros(2)], 12)]
+    [[3], [2], [2]]
     """
-    by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i, t in enumerate(tensors):
-        by_kind.setdefault((t.dtype, t.device), []).append(i)
-    for (dtype, _), indices in by_kind.items():
-        room = capacity = max(1, buffer_size // dtype.itemsize)
-        pieces: list[Piece] = []
-        for i in indices:
-            start, numel = 0, tensors[i].numel()
-            while start < numel:
-                stop = min(numel, start + room)
-                pieces.append((i, start, stop))
-                room -= stop - start
-                start = stop
-                if room == 0:
-                    yield pieces
-                    pieces, room = [], capacity
-        if pieces:
-            yield pieces
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for row in rows:
+        views = row.split(max(1, buffer_size // row.itemsize)) if row.numel() else ()
+        by_kind.setdefault((row.dtype, row.device), []).extend(views)
+    for views in by_kind.values():
+        buffer, room = views[:1], buffer_size
+        for before, view in pairwise(views):
+            room -= before.nbytes
+            if view.nbytes > room:
+                yield buffer
+                buffer, room = [], buffer_size
+            buffer.append(view)
+        if buffer:
+            yield buffer
 
 
 @torch.no_grad()
@@ -176,20 +170,17 @@ def broadcast_coalesced(
     if not 0 <= src < group.size:
         raise UsageError(f"broadcast_coalesced: src {src}, but the group has ranks 0 to {group.size - 1}.")
     flat = [t.detach().reshape(-1) for t in tensors]  # copies of those that are not contiguous
-    flight: deque[tuple[Work, list[Piece], Tensor]] = deque()
+    flight: deque[tuple[Work, list[Tensor], Tensor]] = deque()
 
     def land() -> None:
-        work, pieces, buffer = flight.popleft()
+        work, views, buffer = flight.popleft()
         work.wait()
-        parts = buffer.split([stop - start for _, start, stop in pieces])
-        for (i, start, stop), part in zip(pieces, parts, strict=True):
-            if flat[i][start:stop].data_ptr() != part.data_ptr():
-                flat[i][start:stop].copy_(part)
+        if len(views) > 1:
+            torch._foreach_copy_(views, list(buffer.split([view.numel() for view in views])))
 
-    for number, pieces in enumerate(plan(tensors, buffer_size)):
-        rows = [flat[i][start:stop] for i, start, stop in pieces]
-        buffer = rows[0] if len(rows) == 1 else torch.cat(rows)
-        flight.append((group.submit(broadcast(buffer, src=src, label=f"broadcast_coalesced {number}")), pieces, buffer))
+    for number, views in enumerate(_buffers(flat, buffer_size)):
+        buffer = views[0] if len(views) == 1 else torch.cat(views)
+        flight.append((group.submit(broadcast(buffer, src=src, label=f"broadcast_coalesced {number}")), views, buffer))
         if len(flight) == _IN_FLIGHT:
             land()
     while flight:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,9 @@ class TorchSurface:
     broadcast_bucket_size = 250 * 2**20
     parameters_to_ignore: set[str]
     register_comm_hook: Callable[..., None]
+    buffer_hook: Callable[..., Any] | None = None
+    """Called with the buffers in place of their broadcast. Futures it returns are waited for at the end of backward."""
+    _syncs_buffers = "PRE_FORWARD"
     _uneven: UnevenInputs
     _set_group: Callable[[Any, Any], None]
     _active_ddp_module: Any = None
@@ -69,7 +73,10 @@ class TorchSurface:
         self.register_comm_hook(comm_hook_type, builtin[name])
 
     def _register_buffer_comm_hook(self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None) -> None:
-        self.buffer_hook = BufferHook(hook, state, comm_hook_location)
+        if not callable(hook):
+            raise UsageTypeError(f"buffer hook: {hook!r} is not callable. Pass a function hook(state, named_buffers).")
+        self.buffer_hook = partial(hook, state)
+        self._syncs_buffers = getattr(comm_hook_location, "name", str(comm_hook_location or "POST_FORWARD"))
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
@@ -323,21 +330,3 @@ class ReducerCompat:
     def _rebuild_buckets(self) -> bool:
         """Lightning calls it before `manual_backward`."""
         return self._replica.reducer.rebuild()
-
-
-class BufferHook:
-    """One registered buffer hook. Futures it returns are waited for at the end of backward."""
-
-    BEFORE: ClassVar[str] = "PRE_FORWARD"
-    AFTER: ClassVar[str] = "POST_FORWARD"
-
-    def __init__(self, hook: Callable[..., Any], state: Any, location: Any) -> None:
-        if not callable(hook):
-            raise UsageTypeError(f"buffer hook: {hook!r} is not callable. Pass a function hook(state, named_buffers).")
-        self._hook, self._state = hook, state
-        self.place = self.AFTER if location is None else getattr(location, "name", str(location))
-
-    def run(self, replica: Replica) -> None:
-        futures = self._hook(self._state, replica.state.named_buffers())
-        if futures is not None:
-            replica.reducer.wait_at_end.extend(list(futures))

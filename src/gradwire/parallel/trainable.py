@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from gradwire import errors
@@ -93,11 +93,10 @@ def trainable_parameters(
 
 def refuse_meta_tensors(module: nn.Module, ignore: Collection[str]) -> None:
     """Raise if parameters or buffers have no memory."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    found = [name for name, tensor in named if tensor.is_meta and name not in ignore]
+    found = _listed(module, ignore, lambda tensor: tensor.is_meta)
     if found:
         raise errors.UsageRuntimeError(
-            f"replicating {type(module).__name__}: {_listed(found)} are on the meta device and have no values. Allocate them first "
+            f"replicating {type(module).__name__}: {found} are on the meta device and have no values. Allocate them first "
             "with model.to_empty(device=...) and initialize them, or load a checkpoint with load_state_dict(..., assign=True)."
         )
 
@@ -107,16 +106,17 @@ def refuse_dtensors(doing: str, module: nn.Module, ignore: Collection[str]) -> N
     tensors = sys.modules.get("torch.distributed.tensor")  # if it was never imported, there are no DTensors
     if tensors is None:
         return
-    named = [*module.named_parameters(), *module.named_buffers()]
-    found = [name for name, tensor in named if isinstance(tensor, tensors.DTensor) and name not in ignore]
+    found = _listed(module, ignore, lambda tensor: isinstance(tensor, tensors.DTensor))
     if found:
         raise errors.UsageTypeError(
-            f"{doing} {type(module).__name__}: {_listed(found)} are DTensors, from fully_shard or parallelize_module, but buckets "
+            f"{doing} {type(module).__name__}: {found} are DTensors, from fully_shard or parallelize_module, but buckets "
             "hold plain tensors. To average over replicas of a sharded model, call fully_shard with a 2-D device mesh; "
             "interop.as_fsdp_hook uses a gradwire hook there. Parameters in `ignore` (DDP: "
             "_set_params_and_buffers_to_ignore_for_model) are skipped."
         )
 
 
-def _listed(names: list[str]) -> str:
+def _listed(module: nn.Module, ignore: Collection[str], unfit: Callable[[Tensor], bool]) -> str:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    names = [name for name, tensor in named if name not in ignore and unfit(tensor)]
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -20,8 +20,8 @@ from gradwire import C10dGroup, Group, Recording, ReduceOp
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.interop import GradwireProcessGroup
 from gradwire.interop.backend import _alone
+from gradwire.interop.process_group import PYTHON_BACKENDS, GradwireBackend
 from gradwire.interop.process_group_base import Settings, read_settings, translate_reduce_op
-from gradwire.interop.torch_backend import PYTHON_BACKENDS, GradwireBackend
 
 
 @pytest.fixture(autouse=True)

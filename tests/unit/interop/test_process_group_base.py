@@ -14,7 +14,7 @@ import gradwire as gw
 from gradwire import Group, ThreadGroup, Verified
 from gradwire.errors import ClosedError, GroupAborted, HookError, UsageError, UsageRuntimeError, UsageTypeError
 from gradwire.interop import GradwireProcessGroup, as_process_group
-from gradwire.interop.torch_backend import PYTHON_BACKENDS
+from gradwire.interop.process_group import PYTHON_BACKENDS
 from gradwire.testing import run_ranks
 
 CPU = torch.device("cpu")

@@ -12,7 +12,6 @@ from gradwire.collectives import Collective
 from gradwire.errors import UsageError, UsageTypeError
 from gradwire.groups import Group, GroupWrapper, Work
 from gradwire.parallel import broadcast_coalesced
-from gradwire.parallel.module_state import plan
 from gradwire.testing import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bfloat16, torch.complex64, torch.bool]
@@ -116,9 +115,14 @@ def test_small_tensors_share_a_buffer_and_empty_ones_need_none() -> None:
     assert run_ranks(rank_main, 2, wrap=Flight) == [[20, 16]] * 2
 
 
-def test_a_plan_cuts_what_is_too_large_and_keeps_dtypes_apart() -> None:
-    tensors = [torch.zeros(5), torch.zeros(1, dtype=torch.int64), torch.zeros(2)]
-    assert list(plan(tensors, 12)) == [[(0, 0, 3)], [(0, 3, 5), (2, 0, 1)], [(2, 1, 2)], [(1, 0, 1)]]
+def test_what_is_too_large_is_cut_and_dtypes_are_kept_apart() -> None:
+    def rank_main(group: Group) -> list[int]:
+        assert isinstance(group, Flight)
+        tensors = [torch.zeros(5), torch.zeros(1, dtype=torch.int64), torch.zeros(1), torch.zeros(2)]
+        broadcast_coalesced(group, tensors, buffer_size=12)
+        return group.bytes
+
+    assert run_ranks(rank_main, 2, wrap=Flight) == [[12, 12, 8, 8]] * 2
 
 
 @pytest.mark.parametrize(

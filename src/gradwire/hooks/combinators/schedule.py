@@ -16,7 +16,7 @@ from gradwire.hooks.base import CommHook, Reduced, Reduction, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.composite import Composite
 from gradwire.hooks.dense import MEAN
-from gradwire.hooks.state import bundle, pick
+from gradwire.hooks.state import pick
 
 
 class _ByStep(Composite):
@@ -68,18 +68,10 @@ class After(_ByStep):
         # Spelled out: without arguments super() would look for the class that the dataclass decorator has replaced.
         return (yield from _ByStep.reduce(self, grad, state, turn))
 
-    def save(self, state: dict[str, Any], spec: BucketSpec) -> dict[str, Any]:
-        begun = dict.fromkeys(spec.names, True) if "hook" in state else {}
-        return bundle(begun=begun, **self.save_parts(state, spec))
-
     def load(self, saved: Mapping[str, Any], spec: BucketSpec) -> dict[str, Any]:
-        """The state of the later hook if it was in use for any of the parameters; the others start fresh in it."""
-        begun = pick(saved, "begun")
-        name = "hook" if any(name in begun for name in spec.names) else "before"
+        """The state of the later hook if there is one for any of the parameters; the others start fresh in it."""
+        name = "hook" if pick(saved, "hook").keys() & set(spec.names) else "before"
         return {name: self.parts[name].load(pick(saved, name), spec)}
-
-    def shared(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        return bundle(begun=pick(saved, "begun"), **self.shared_parts(saved))
 
     @property
     def structure(self) -> str:

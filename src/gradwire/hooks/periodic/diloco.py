@@ -1,7 +1,7 @@
 """DiLoCo, whole and in fragments: every few steps an outer optimizer moves the parameters by the mean of the ranks' progress.
 
 The anchor (the parameters that all ranks started the round from) and the outer momentum are the same bits on every rank, because
-they are computed from such values only.
+they are computed from such values only. `visible` is a stage for what is sent of the progress.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import UsageError
-from gradwire.hooks.arguments import check_hooks, checks_arguments, refuse_traits
-from gradwire.hooks.base import CommHook, Reduction, Trait, Turn
+from gradwire.hooks.arguments import NamedStage, check_hooks, checks_arguments, refuse_traits
+from gradwire.hooks.base import CommHook, Reduction, Stage, Trait, Turn
 from gradwire.hooks.bucket import BucketSpec
 from gradwire.hooks.combinators.feedback import error_feedback
+from gradwire.hooks.composite import Reduce, Wrapped
 from gradwire.hooks.compressors.chunked import chunked_top_k
 from gradwire.hooks.dense import MEAN, chain
 from gradwire.hooks.numerics.elementwise import wide
@@ -212,3 +213,44 @@ def _inner(name: str, hook: CommHook | None) -> CommHook:
 def _inside(spec: BucketSpec) -> BucketSpec:
     """The bucket as anchor and inner hook have it: in float32 at least, so that the small progress of one round is not lost."""
     return replace(spec, dtype=wide(spec.dtype))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Visible(Wrapped):
+    dtype: torch.dtype
+
+    made_by = "visible"
+    dense_only = True
+    adds = Trait.ANCHORED
+
+    def around(self, reduce: Reduce, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        """Reduce the elements of the progress that change the anchor's value in `dtype`, and zeros for the others."""
+        anchor = turn.anchor
+        if anchor is None or anchor.numel() != grad.numel():
+            raise UsageError(
+                f"{self!r}: the parameters that these {grad.numel()} elements belong to are not known here. Use it in the hook of "
+                "diloco(), and to the left of random_k() and outside hierarchical()."
+            )
+        unseen = anchor.to(self.dtype) == (anchor - grad).to(self.dtype)  # a NaN is always sent
+        return (yield from reduce(grad.masked_fill(unseen, 0), state, turn))
+
+
+def visible(dtype: torch.dtype) -> Stage:
+    """Send only the elements that change the value of their parameter in `dtype`, such as torch.bfloat16. (arXiv 2602.03839)
+
+    Models are computed in bfloat16 and trained in float32, and most of a round's progress in fine-tuning is too small to change the
+    bfloat16 value of its parameter. The next forward would not see it, so it can wait.
+
+    It belongs into the hook of `diloco`, where a gradient is a rank's progress since the anchor: an element is sent if the anchor
+    minus it is another number in `dtype` than the anchor. Put `error_feedback()` to its left, which keeps the others until their
+    sum is visible, and to its right a hook that does not send zeros:
+
+        diloco(every=8, hook=chain(error_feedback(), visible(torch.bfloat16), threshold(value=0.0)))
+
+    On the wire: as the inner hook; with `threshold`, for n ranks, (n - 1) (8 + 8 k) bytes for k visible elements.
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(
+            f"visible({dtype!r}): not a floating-point dtype. Pass that of the forward, e.g. torch.bfloat16."
+        )
+    return NamedStage(f"visible({dtype})", lambda inner: Visible(inner, dtype))

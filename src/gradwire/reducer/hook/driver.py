@@ -62,7 +62,10 @@ class Finished:
         return self.value
 
 
-def _on(group: Group, submit: Callable[[Collective], Work]) -> Callable[[Collective], Any]:
+Submit = Callable[[Collective], Work]
+
+
+def _on(group: Group, submit: Submit) -> Callable[[Collective], Any]:
     """`submit` for collectives of any scope; what it returns can be waited for. See Note [Scopes]."""
     if group.layout is not None:
         return submit
@@ -80,8 +83,9 @@ def _on(group: Group, submit: Callable[[Collective], Work]) -> Callable[[Collect
     return submit_in_scope
 
 
-def run(reduction: Reduction, group: Group) -> Tensor:
-    return run_by(_on(group, group.submit), reduction)
+def run(reduction: Reduction, group: Group, submit: Submit | None = None) -> Tensor:
+    """The value of a reduction; `submit` in place of that of the group."""
+    return run_by(_on(group, submit or group.submit), reduction)
 
 
 def _refuse(hook: CommHook, declared: str) -> Callable[[Collective], NoReturn]:

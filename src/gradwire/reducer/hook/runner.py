@@ -29,7 +29,7 @@ from gradwire.hooks.periodic.base import OuterHook, check_outer
 from gradwire.hooks.pump import Method, begin, describe
 from gradwire.policies import ScaleCheck
 from gradwire.reducer.checks.attached_optimizers import AttachedOptimizers
-from gradwire.reducer.hook.driver import Driver, Pending, run
+from gradwire.reducer.hook.driver import Driver, Pending, Submit, run
 from gradwire.reducer.hook.hook_states import HookStates, from_dict, to_dict, with_ranks
 from gradwire.reducer.hook.outer_optimizer import OuterOptimizer
 from gradwire.reducer.hook.torch_hooks import TorchHook, TorchHookRun
@@ -86,19 +86,20 @@ class HookRunner:
             return TorchHookRun(*self.torch_hook, bucket, self.group, step=step)
         return self.driver.launch(self.hook, bucket.buffer(), state, self._turn(bucket, step))
 
-    def run(self, bucket: GradBucket) -> Tensor:
-        return self._run(self.hook.reduce, bucket, bucket.buffer())
+    def run(self, bucket: GradBucket, submit: Submit | None = None) -> Tensor:
+        """The average of a bucket, by operations that `submit` submits, by default the group's."""
+        return self._run(self.hook.reduce, bucket, bucket.buffer(), submit)
 
-    def run_scattered(self, bucket: GradBucket) -> Tensor:
+    def run_scattered(self, bucket: GradBucket, submit: Submit | None = None) -> Tensor:
         """This rank's row of the average of a bucket of equal rows; from the whole if the hook has no `reduce_scatter`."""
         if not self.hook.scatters:
-            return self.run(bucket).tensor_split(self.group.size)[self.group.rank]
-        return self._run(self.hook.reduce_scatter, bucket, bucket.buffer().chunk(self.group.size)[0])
+            return self.run(bucket, submit).tensor_split(self.group.size)[self.group.rank]
+        return self._run(self.hook.reduce_scatter, bucket, bucket.buffer().chunk(self.group.size)[0], submit)
 
-    def _run(self, reduce: Method, bucket: GradBucket, like: Tensor) -> Tensor:
+    def _run(self, reduce: Method, bucket: GradBucket, like: Tensor, submit: Submit | None) -> Tensor:
         state, step = self._begin(bucket)
         reduction = begin(self.hook, reduce, bucket.buffer(), state, self._turn(bucket, step), like=like)
-        return run(reduction, self.group)
+        return run(reduction, self.group, submit)
 
     def _begin(self, bucket: GradBucket) -> tuple[Any, int]:
         """The state and the step of a bucket. What an earlier hook has not sent is added to its gradient, if it is not refused."""

@@ -47,18 +47,12 @@ class _ScaleGroups:
 
     def scale_(self, values: Tensor, scales: Tensor) -> Tensor:
         """Multiply each value by the scale of its parameter."""
-        if not values.is_cuda or len(self.counts) == 1:
-            return values.mul_(self.spread(scales))
-        for piece, scale in zip(values.split(self.counts), scales.unbind(), strict=True):
-            piece.mul_(scale)
+        if self.numel:
+            torch._foreach_mul_(values.split(self.counts), scales.unbind())
         return values
 
     def spread(self, scales: Tensor) -> Tensor:
-        if len(self.counts) == 1:
-            return scales.expand(self.numel)
-        if scales.is_cuda:  # where repeat_interleave writes all elements of a parameter by one thread block
-            return self.scale_(scales.new_ones(self.numel), scales)
-        return torch.repeat_interleave(scales, self.on_device, output_size=self.numel)
+        return self.scale_(scales.new_ones(self.numel), scales)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
