@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from gradwire.elasticity.deal import Deal
 from gradwire.elasticity.hub import Records
 from gradwire.elasticity.machine import View
+from gradwire.elasticity.quorum import Limits
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
-from gradwire.elasticity.trainer import Limits
 from gradwire.groups.threads_group import ThreadGroup
 from gradwire.policies import Graph
 from helpers.waiting import wait_until

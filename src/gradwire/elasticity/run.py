@@ -19,12 +19,12 @@ from gradwire.collectives import barrier
 from gradwire.elasticity.deal import Deal, fixed_hash, seed_generators
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.outer import OuterTraining
-from gradwire.elasticity.performer import Performer
+from gradwire.elasticity.performer import Build, Performer
+from gradwire.elasticity.quorum import Limits
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.run_steps import RunSteps
 from gradwire.elasticity.saved_states import Source, find_states
 from gradwire.elasticity.state import pack, save
-from gradwire.elasticity.trainer import Build, Limits
 from gradwire.elasticity.training import Training
 from gradwire.errors import GroupError, UsageError, UsageTypeError
 from gradwire.events import Handle
@@ -73,16 +73,15 @@ class ElasticRun(RunSteps):
         self.model = model
         self.optimizer = optimizer
         self.data = data
-        self.training.entered = self._entered
         self.finished = False
         """Whether training has ended here, for whatever reason but that this process leaves."""
-        self._listeners: list[Callable[[View], object]] = []
 
     def start(self, me: str, connect: Callable[[], RunRecords], build: Build, limits: Limits) -> ElasticRun:
         """Join the run: returns when this process is a member, with the state of the others."""
         like = torch.optim.SGD([torch.zeros(1, device="cpu", requires_grad=True)])
         like.load_state_dict(like.state_dict())  # the first call imports much, and others would wait
         self._performer = Performer(me, connect, build, self.training, limits)
+        self.training.replica.reducer.iterations.before_backward = self._performer.resolve
         self.training.script["steps= or check_every="] = [self.steps, self.check_every]
         if self._leaving:
             self._performer.leave()
@@ -114,14 +113,10 @@ class ElasticRun(RunSteps):
 
     def on_view(self, fn: Callable[[View], object]) -> Handle:
         """Call `fn(view)` when members have changed, and once now if this process is a member."""
-        self._listeners.append(fn)
+        self.training.listeners.append(fn)
         if not self.left:
             fn(self.view)
-        return Handle(lambda: self._listeners.remove(fn))
-
-    def _entered(self, view: View) -> None:
-        for fn in list(self._listeners):
-            fn(view)
+        return Handle(lambda: self.training.listeners.remove(fn))
 
     def close(self) -> None:
         """End training, on all members: each calls it after the same step. A no-op if it is closed."""

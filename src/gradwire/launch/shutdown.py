@@ -131,10 +131,6 @@ class Shutdown:
             if ending.while_starting:
                 self._stop_at = min(self._stop_at, ending.after + NEAR)
 
-    def retire(self, rank: int) -> None:
-        """The run goes on without this rank."""
-        self.running.discard(rank)
-
     def signalled(self, number: signal.Signals, now: float) -> None:
         """The launcher has received a signal and forwarded it."""
         if number in STOPPING and self._stop_at == math.inf:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gradwire import hooks
+from gradwire.elasticity.quorum import Limits
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.saved_states import SavedState
-from gradwire.elasticity.trainer import Limits
 from gradwire.errors import ReplicasDiverged, TooFewMembers, UsageError
 from gradwire.hooks.state import add_owed
 from helpers.elastic_threads import DATA, STEPS, Killed, Threads, make_model
