@@ -71,7 +71,7 @@ def elastic_plan(args: argparse.Namespace, directory: Path) -> ElasticPlan | Non
         raise UsageError(
             f"gradwire run --join {host_and_port(where)}: no run has begun at this hub. Begin one with --hub."
         )
-    return ElasticPlan(least, known.partition(" ")[0], where, key, spares=args.spares, joins=not limits, chaos=chaos)
+    return ElasticPlan(least, known.partition(" ")[0], where, key, spares=args.spares, chaos=chaos)
 
 
 def elastic_variables(plan: ElasticPlan | None) -> Mapping[str, str]:

@@ -32,14 +32,10 @@ class Quorum:
 
     def __init__(self, size: int, grace: float) -> None:
         self._size, self._grace = size, grace
-        self._arrived = -1
+        self.arrived = -1
         """The round at whose end this member is."""
         self._complete = (-1, 0.0)
         """The last round at whose end enough members were, and since when."""
-
-    def arrive(self, number: int) -> None:
-        """This member is at the end of the round of this number."""
-        self._arrived = number
 
     def late(self, number: int) -> bool:
         """Whether enough members have waited for this one at the end of the round."""
@@ -50,7 +46,7 @@ class Quorum:
         """After each look at the hub, in the thread that watches it."""
         if not self._size or member.view is None:
             return
-        if self._arrived == member.step:
+        if self.arrived == member.step:
             records.arrive(member.me, member.step)
         here = records.arrived(member.step).intersection(member.view.members)
         if len(here) >= self._size and self._complete[0] != member.step:

@@ -23,8 +23,7 @@ from gradwire.elasticity.performer import Build, Performer
 from gradwire.elasticity.quorum import Limits
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.run_steps import RunSteps
-from gradwire.elasticity.saved_states import Source, find_states
-from gradwire.elasticity.state import pack, save
+from gradwire.elasticity.state import Source, find_states, pack, save
 from gradwire.elasticity.training import Training
 from gradwire.errors import GroupError, UsageError, UsageTypeError
 from gradwire.events import Handle
@@ -89,21 +88,17 @@ class ElasticRun(RunSteps):
         if not self.left:
             self._end_round()
             self.training.open()
-        while not self.done and self.training.joins.lag is not None:
-            self._catch_up()
+        while not self.done and self.training.joins.lag is not None:  # see Note [Stream] in `stream.py`
+            try:
+                if self.training.catch_up(lambda: self.performer.check_group() or self._leaving):
+                    self._performer.received()
+            except GroupError as error:
+                if not self._survive(error):
+                    raise
+            self.commit()
         if not self.left and self.training.joins.lag is not None:
             self._performer.come_too_late()
         return self
-
-    def _catch_up(self) -> None:
-        """A step of a member that receives the state: see Note [Stream] in `stream.py`."""
-        try:
-            if self.training.catch_up(lambda: self.performer.check_group() or self._leaving):
-                self.performer.received()
-        except GroupError as error:
-            if not self._survive(error):
-                raise
-        self.commit()
 
     def leave(self) -> None:
         """Leave after the present step: what this member owes goes to another one. May be called in a signal handler."""
@@ -219,7 +214,7 @@ class ElasticRun(RunSteps):
 
     def register(self, **objects: Any) -> None:
         """Objects with `state_dict` and `load_state_dict` that belong to the run: they travel to members that join."""
-        _refuse_after_start(self._performer, "register", "register=")
+        self._refuse_after_start("register", "register=")
         for name, one in objects.items():
             if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
                 raise UsageTypeError(
@@ -248,10 +243,16 @@ class ElasticRun(RunSteps):
 
     def load_state_dict(self, state: Source | Iterable[Source]) -> None:
         """Begin with this state, or file of `save`, or a list of those of all ranks, if nobody else has begun the run."""
-        _refuse_after_start(self._performer, "load_state_dict", "state=")
+        self._refuse_after_start("load_state_dict", "state=")
         states = find_states(state, remembers=self.training.remembers)
         self.training.load_state_dict(states[0].read())
         self.training.begun_from = states if self.training.remembers or not self.training.retries else []
+
+    def _refuse_after_start(self, method: str, instead: str) -> None:
+        if self._performer is not None:
+            raise UsageError(
+                f"{method}() of a run that has begun: the state of the others has been received. Pass {instead} to gw.elastic."
+            )
 
 
 class ElasticStep:
@@ -292,10 +293,3 @@ class ElasticStep:
     def _pause(self) -> None:
         """Average nothing before the next batch, as in an evaluation."""
         self._run.training.replica.sync = self._run.data is None
-
-
-def _refuse_after_start(performer: Performer | None, method: str, instead: str) -> None:
-    if performer is not None:
-        raise UsageError(
-            f"{method}() of a run that has begun: the state of the others has been received. Pass {instead} to gw.elastic."
-        )

@@ -88,7 +88,7 @@ class RunSteps:
             return
         training.ending = training.ending or (now and training.moved)
         if training.ending and training.moved:
-            performer.quorum.arrive(training.committed)
+            performer.quorum.arrived = training.committed
         if performer.leaving and training.may_leave and not training.ending:
             performer.lost()
         while True:
@@ -111,11 +111,26 @@ class RunSteps:
         try:
             yield
         except TooFewMembers as error:
-            if self.rescue is not None and self.performer.member.holds:
-                _rescue(self, error, self.rescue)
-            elif self.rescue is None:
+            if self.rescue is None:
                 error.add_note("The state is not saved. To have it saved, pass rescue=FILE to gw.elastic.")
+            elif self.performer.member.holds:
+                error.add_note(self._rescue(os.fspath(self.rescue)))
             raise
+
+    def _rescue(self, path: str) -> str:
+        """Save the state, of a hook that remembers into a file for each rank. Returns what has become of it."""
+        rank = self.view.members.index(self.performer.member.me)
+        file, given = path, repr(path)
+        if self.training.remembers:
+            file, given = f"{path}-{rank}", f"glob.glob({path + '-*'!r})"
+        try:
+            self._know()
+            save(self.saved_state(rank, rescued=True), Path(file))
+        except Exception as why:
+            return (
+                f"The state after step {self.training.opened} could not be saved in {file}: {type(why).__name__}: {why}"
+            )
+        return f"The state after step {self.training.opened} is saved: gw.elastic(state={given})."
 
     def _survive(self, error: GroupError) -> bool:
         if isinstance(error, CollectiveMismatch):
@@ -142,20 +157,3 @@ class RunSteps:
         state, tensors = {**training.state_dict(), "saved": saved}, list[Tensor]()
         model, rest = state.pop("model"), json.dumps(pack(state, tensors))
         return {"model": model, "run": rest, "tensors": {str(number): one for number, one in enumerate(tensors)}}
-
-
-def _rescue(run: RunSteps, error: TooFewMembers, path: str | os.PathLike[str]) -> None:
-    """Save the state, of a hook that remembers into a file for each rank."""
-    rank, path = run.view.members.index(run.performer.member.me), os.fspath(path)
-    file, given = path, repr(path)
-    if run.training.remembers:
-        file, given = f"{path}-{rank}", f"glob.glob({path + '-*'!r})"
-    try:
-        run._know()
-        save(run.saved_state(rank, rescued=True), Path(file))
-    except Exception as why:
-        error.add_note(
-            f"The state after step {run.training.opened} could not be saved in {file}: {type(why).__name__}: {why}"
-        )
-    else:
-        error.add_note(f"The state after step {run.training.opened} is saved: gw.elastic(state={given}).")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradwire.elasticity.device_vote import mark, wait_for
 from gradwire.elasticity.machine import View
-from gradwire.elasticity.saved_states import SavedState
+from gradwire.elasticity.state import SavedState
 from gradwire.elasticity.stream import Joins
 from gradwire.elasticity.trained_state import TrainedState
 from gradwire.errors import UsageError

@@ -28,14 +28,14 @@ from gradwire.groups.store.private_store import PrivateStore
 from gradwire.groups.store.rendezvous import check_meetings
 from gradwire.groups.threads_group import ThreadGroup
 
-_LOOK = 0.1
-"""Seconds between two looks at whether the members change again."""
+_LOOK, _MEETING = 0.1, 60.0
+"""Seconds between two looks at whether the members change again, and in which they meet."""
 
 
 class ViewGroups:
     """The groups of one process's views, all of one kind."""
 
-    def __init__(self, kind: str = AUTO, *, timeout: float, meeting_timeout: float = 60.0, **options: Any) -> None:
+    def __init__(self, kind: str = AUTO, *, timeout: float, **options: Any) -> None:
         names = ("shared_memory", "hierarchical") if kind in (AUTO, "shared_memory") else (kind, kind)
         self._kinds = [find_kind(name, who=f"gw.elastic(kind={kind!r})", also=[AUTO]) for name in names]
         """Those for members of one launcher, who meet in a private store, and of several, who meet in the hub."""
@@ -45,7 +45,6 @@ class ViewGroups:
         if self._kinds[0].needs_gpu:  # nobody but the member may abort what runs: see [Gate] in device_vote.py
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         self._timeout = timeout
-        self._meeting_timeout = meeting_timeout
         self._options = options if self._kinds[0].shares_memory else {}
         self._stores: deque[PrivateStore | HubStore] = deque(maxlen=64)
         """The last one is that of the view. The others are closed, but threads in C++ may be about to call them."""
@@ -63,27 +62,26 @@ class ViewGroups:
             self._stores.append(PrivateStore.create() if where is None else PrivateStore.open(where))
         if where is None:
             records.announce(view.epoch, self._stores[-1].name)
-        build, limit = self._kinds[isinstance(hub, HubClient)].build, self._meeting_timeout
-        group = build(self._stores[-1], rank, size, timeout=limit, name=name, **self._options)
+        build = self._kinds[isinstance(hub, HubClient)].build
+        group = build(self._stores[-1], rank, size, timeout=_MEETING, name=name, **self._options)
         group.set_timeout(self._timeout)
         return group
 
     def warm(self, size: int, dtypes: Collection[torch.dtype]) -> None:
         """Load now what groups of about `size` ranks will need, before others wait for this process."""
         if self._kinds[0].shares_memory:
-            for ranks in range(size - 1, size + 2):
-                for dtype, op in itertools.product(dtypes, (ReduceOp.SUM, ReduceOp.AVG)):
-                    CompiledFold.find(op, dtype, ranks)
+            for ranks, dtype, op in itertools.product(range(size - 1, size + 2), dtypes, (ReduceOp.SUM, ReduceOp.AVG)):
+                CompiledFold.find(op, dtype, ranks)
 
     def _find(self, view: View, records: RunRecords) -> str:
-        deadline = time.monotonic() + self._meeting_timeout
+        deadline = time.monotonic() + _MEETING
         while time.monotonic() < deadline:
             check_meetings()
             where = records.meeting(view.epoch, _LOOK)
             if where is not None:
                 return where
         raise CollectiveTimeout(
-            f"group of view {view.epoch}: its first member {view.members[0]} has not made a store in {self._meeting_timeout:.3g} "
+            f"group of view {view.epoch}: its first member {view.members[0]} has not made a store in {_MEETING:.3g} "
             "s. Look at its output.",
             missing=[0],
         )

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from gradwire.elasticity.hub import HubClient, Records
 from gradwire.elasticity.quorum import Limits
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
-from gradwire.elasticity.saved_states import Source
-from gradwire.elasticity.state import safetensors
+from gradwire.elasticity.state import Source, safetensors
 from gradwire.elasticity.view_groups import ViewGroups
 from gradwire.errors import UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT
@@ -84,7 +83,9 @@ def elastic(
         weakref.finalize(run, groups.close).atexit = False
         connect, me, starters = _hub(environ, min_ranks or 1)
         limits = Limits(*_limits(environ, data, min_ranks), starters, patience, quorum or 0, grace)
-        _warm(groups, connect, starters, {p.dtype for p in model.parameters()})
+        with contextlib.closing(connect()) as records:
+            last = records.last_view()
+        groups.warm(starters if last is None else len(last.members) + 1, {p.dtype for p in model.parameters()})
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, functools.partial(_leave, run, os.getpid()))
         if warm_up is not None:
@@ -119,14 +120,6 @@ def _leave(run: ElasticRun, process: int, number: int, _: object) -> None:
         return run.leave()
     signal.signal(number, signal.SIG_DFL)
     return signal.raise_signal(number)
-
-
-def _warm(
-    groups: ViewGroups, connect: Callable[[], RunRecords], starters: int, dtypes: Collection[torch.dtype]
-) -> None:
-    with contextlib.closing(connect()) as records:
-        last = records.last_view()
-    groups.warm(len(last.members) + 1 if last is not None else starters, dtypes)
 
 
 def _hub(environ: Mapping[str, str], min_ranks: int) -> tuple[Callable[[], RunRecords], str, int]:

@@ -67,8 +67,7 @@ class HubHost:
 
 def serve(fd: int, path: str) -> None:
     """The main function of the process: a hub on the listening socket `fd`, until standard input is closed."""
-    key = bytes.fromhex(sys.stdin.readline())
-    Hub(path, key=key, address=socket.socket(fileno=fd))  # its threads serve
+    Hub(path, key=bytes.fromhex(sys.stdin.readline()), address=socket.socket(fileno=fd))  # its threads serve
     sys.stdin.read()
     os._exit(0)
 

@@ -125,8 +125,7 @@ class Replacement:
 
     def _promote(self) -> int | None:
         """Make a rank of the spare that has run for longest."""
-        running = [(place.started, number) for number, place in enumerate(self.places) if place.spare and place.member]
-        spares = [(started, number) for started, number in running if started is not None]
+        spares = [(p.started, n) for n, p in enumerate(self.places) if p.spare and p.member and p.started is not None]
         if not spares:
             return None
         _, number = min(spares)

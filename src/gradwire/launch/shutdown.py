@@ -283,11 +283,9 @@ def report(
     """
     first = shutdown.first
     if first is not None and len(pids) > 1:
-        shown = [*tails[first.rank]]
-        what = "last output"
+        what, shown = "last output", [*tails[first.rank]]
         if first.error is not None:
-            what = "traceback"
-            shown = first.error.traceback.encode(errors="backslashreplace").splitlines()
+            what, shown = "traceback", first.error.traceback.encode(errors="backslashreplace").splitlines()
         if shown:
             yield from (b"", b"gradwire run: %s of rank %d:" % (what.encode(), first.rank), *shown, b"")
     lines = []

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
@@ -90,7 +89,15 @@ def _connect(address: Address, world: World, timeout: float) -> Store:
 
 def broadcast_text(text: str, world: World, *, timeout: float) -> str:
     """Rank 0's `text`, on every rank. Needs mpi4py, built for the MPI whose mpirun is used."""
-    comm = _comm_world(world)
+    try:
+        from mpi4py import MPI  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise UsageError(
+            f"gw.init() on {world}: ranks started by mpirun get the store's address over MPI, but mpi4py cannot be imported: "
+            f"{error}. Install gradwire[mpi], or set MASTER_ADDR and MASTER_PORT to rank 0's host and a free port there: "
+            "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ..."
+        ) from error
+    comm = MPI.COMM_WORLD
     if (comm.rank, comm.size) != (world.rank, world.size):
         raise UsageError(
             f"gw.init() on {world}: in mpi4py this is rank {comm.rank} of {comm.size}. It was built for another MPI than that of "
@@ -105,18 +112,6 @@ def broadcast_text(text: str, world: World, *, timeout: float) -> str:
         f"gw.init() on {world}: rank 0 has not sent the store's address over MPI within {timeout:.3g} s. "
         "Check that every rank calls gw.init()."
     )
-
-
-def _comm_world(world: World) -> Any:
-    try:
-        from mpi4py import MPI  # type: ignore[import-not-found, unused-ignore]
-    except ImportError as error:
-        raise UsageError(
-            f"gw.init() on {world}: ranks started by mpirun get the store's address over MPI, but mpi4py cannot be imported: "
-            f"{error}. Install gradwire[mpi], or set MASTER_ADDR and MASTER_PORT to rank 0's host and a free port there: "
-            "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ..."
-        ) from error
-    return MPI.COMM_WORLD
 
 
 def _listen(address: Address, world: World) -> socket.socket | None:

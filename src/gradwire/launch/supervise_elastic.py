@@ -49,6 +49,7 @@ class ElasticPlan:
     """How the members of a run may change, and the hub where they are recorded."""
 
     min_ranks: int
+    """0 if the run was begun by another launcher."""
     limits: str
     """The least and the largest number of ranks of the whole run, as `2:8`."""
     address: Address
@@ -57,8 +58,6 @@ class ElasticPlan:
     """The hub, if it is this launcher's own."""
     spares: int = 0
     """How many of the environments, the last ones, are of spares."""
-    joins: bool = False
-    """Whether the run was begun by another launcher."""
     chaos: ChaosSchedule | None = None
     """Faults to inject."""
 
@@ -100,7 +99,7 @@ class ElasticSupervisor(Supervisor):
             self._selector.unregister(store.ended)  # an elastic run does not end with it
 
     def _start_all(self) -> None:
-        starters = 0 if self._plan.joins else self._members.ranks
+        starters = self._members.ranks if self._plan.min_ranks else 0
         for number, place in enumerate(self._members.places):
             self._begin(number) if place.spare else self._start_member(number, starters)
 
