@@ -42,7 +42,7 @@ class RunRecords:
         self._version = 0
         """That of what follows: only what is later is read again."""
         self._values: defaultdict[str, dict[str, str]] = defaultdict(dict)
-        """By kind and name, but for the following."""
+        """Those that are not empty, by kind and name, but for the following. The lobby is without those that are in a view."""
         self._views: dict[int, View] = {}
         self._standings: dict[int, dict[str, Standing]] = {}
         self._taken: set[str] = set()
@@ -132,25 +132,21 @@ class RunRecords:
         if last is not None:  # a silent host may be back
             standings = {} if last.begins else self._standings.get(last.epoch, {})
             without = {one for one, standing in standings.items() if not standing.holds}
-            lost = last if (self._marked("gone") | without).issuperset(last.members) else None
+            lost = last if without.union(self._values["gone"]).issuperset(last.members) else None
         left, ended = process in self._values["left"], bool(self._values["ended"])
         return HubFacts(self._version, mine, last, lost, here, complete, left, ended)
-
-    def _marked(self, kind: str) -> set[str]:
-        return {name for name, value in self._values[kind].items() if value}
 
     @property
     def _lobby(self) -> list[str]:
         """Those that are ready to join, but spares."""
-        others = self._taken | self._marked("spare")
-        return [one for one in self._values["lobby"] if one not in others]
+        return [one for one in self._values["lobby"] if one not in self._values["spare"]]
 
     @property
     def _out_of_reach(self) -> frozenset[str]:
         """The gone, and all whose launcher is silent."""
-        silent = self._marked("silent")
+        gone, silent = self._values["gone"], self._values["silent"]
         known = self._taken.union(self._values["lobby"]) if silent else ()
-        return frozenset([*self._marked("gone"), *(member for member in known if launcher_of(member) in silent)])
+        return frozenset([*gone, *(member for member in known if launcher_of(member) in silent)])
 
     def hurry(self, seconds: float) -> None:
         """From now on a call tries for at most so long to reach the hub."""
@@ -174,8 +170,13 @@ class RunRecords:
             elif kind == "standing":
                 epoch, _, name = name.partition("/")
                 self._standings.setdefault(int(epoch), {})[name] = Standing(*json.loads(value))
-            else:
+            elif value:
                 self._values[kind][name] = value
+            else:
+                self._values[kind].pop(name, None)
+        lobby = self._values["lobby"]
+        for member in self._taken.intersection(lobby):
+            del lobby[member]
 
 
 def launcher_of(member: str) -> str:
