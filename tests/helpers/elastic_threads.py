@@ -165,6 +165,7 @@ def at(place: str, who: str, step: int, do: Callable[..., Any]) -> Callable[...,
 
 def replaced(world: Threads) -> None:
     world.start("joiner")
+    wait_until(lambda: "joiner" in world.runs, "the others know that it comes: see `pace`")
     raise Killed
 
 

@@ -54,8 +54,7 @@ def test_one_that_finishes_or_leaves_is_not_replaced() -> None:
     assert made.ended(1, 0, facts(made, left=True), 5.0) == Decision(Verdict.LEFT, 0.0)  # else too few would remain
     assert (made.ranks, made.left, made.died) == (2, 2, 0)
     made = started(min_ranks=2)
-    could_not_save = made.ended(0, 1, facts(made, ended=True), 5.0)
-    assert could_not_save == Decision(Verdict.FAILED)
+    assert made.ended(0, 1, facts(made, ended=True), 5.0).verdict is Verdict.FAILED  # e.g. it could not save the model
     made = started(min_ranks=2)
     ended = [made.ended(number, 0, facts(made, left=True, lost=number == 2), 5.0) for number in range(3)]
     assert ended[2] == Decision(Verdict.LEFT)  # all were told to leave
