@@ -25,7 +25,7 @@ def train(folder: Path) -> None:
     while member.view is None or not (folder / "done").exists():
         _, state = run.look(member.epoch)
         if member.view is None:
-            state = state._replace(next=run.last_view(me))
+            state = state._replace(next=run.facts(me).view)
             if starters and len(state.lobby) >= starters and min(state.lobby) == me and run.last_view() is None:
                 run.propose(View(0, state.lobby, 0, state.lobby[1:]))
         if told and not member.leaving:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from gradwire.elasticity.deal import Deal
 from gradwire.elasticity.hub import Records
 from gradwire.elasticity.machine import View
+from gradwire.elasticity.quorum import Limits
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
-from gradwire.elasticity.trainer import Limits
 from gradwire.groups.threads_group import ThreadGroup
 from gradwire.policies import Graph
 from helpers.waiting import wait_until
@@ -165,6 +165,7 @@ def at(place: str, who: str, step: int, do: Callable[..., Any]) -> Callable[...,
 
 def replaced(world: Threads) -> None:
     world.start("joiner")
+    wait_until(lambda: "joiner" in world.runs, "the others know that it comes: see `pace`")
     raise Killed
 
 

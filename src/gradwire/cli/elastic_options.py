@@ -19,7 +19,6 @@ from gradwire.launch.supervise_elastic import ElasticPlan
 from gradwire.observe.units import plural
 from gradwire.runtime.private_file import read_private, write_private
 
-RECORDS = "hub.records"
 _REACH = 30.0
 """Seconds in which a hub that should be there must answer."""
 _SHORTEST = 16
@@ -55,7 +54,7 @@ def elastic_plan(args: argparse.Namespace, directory: Path) -> ElasticPlan | Non
     where = args.hub or args.join
     if where is None:
         key = secrets.token_bytes(32) if args.key_file is None else read_key(args.key_file, make=True)
-        path = directory / RECORDS
+        path = directory / "hub.records"
         path.unlink(missing_ok=True)  # of an earlier run
         own = HubHost(path, key)
         return ElasticPlan(least, limits, own.address, key, own, args.spares, chaos=chaos)
@@ -72,7 +71,7 @@ def elastic_plan(args: argparse.Namespace, directory: Path) -> ElasticPlan | Non
         raise UsageError(
             f"gradwire run --join {host_and_port(where)}: no run has begun at this hub. Begin one with --hub."
         )
-    return ElasticPlan(least, known.partition(" ")[0], where, key, spares=args.spares, joins=not limits, chaos=chaos)
+    return ElasticPlan(least, known.partition(" ")[0], where, key, spares=args.spares, chaos=chaos)
 
 
 def elastic_variables(plan: ElasticPlan | None) -> Mapping[str, str]:

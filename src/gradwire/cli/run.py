@@ -50,7 +50,6 @@ _HINTS = {
 }
 """Hints for torchrun's options that are not supported."""
 
-
 HOOKS = (
     *("mean", "bf16", "fp16", "quantize8", "quantize4", "quantize2", "quantize1", "sign"),
     *("power_sgd", "power_sgd16", "power_sgd_batched", "top_k", "dgc"),

@@ -25,6 +25,7 @@ from typing import Any
 
 from gradwire.elasticity.leases import Leases
 from gradwire.errors import GroupError, UsageError
+from gradwire.runtime.cleanup import on_failure
 
 Address = tuple[str, int]
 _HANDSHAKE = 5.0
@@ -46,15 +47,14 @@ class Records:
         self._changed = threading.Condition()
         self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._load(path)
+            with on_failure(self.close):
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._load(path)
         except BlockingIOError as error:
-            self.close()
             raise UsageError(
                 f"hub with {path}: another hub has the file open. End that one, or use another file."
             ) from error
         except (ValueError, TypeError) as error:
-            self.close()
             raise UsageError(
                 f"hub with {path}: line {self.version + 1} is no record. Use the file of a hub, or a new one."
             ) from error
@@ -242,18 +242,16 @@ class HubClient:
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
         """As `Records.compare_set`."""
-        return str(self._call(self.timeout, "compare_set", key, expected, value))
+        return str(self.call("compare_set", key, expected, value))
 
     def read(self, prefix: str, after: int = -1, wait: float = 0.0) -> tuple[int, dict[str, str]]:
         """As `Records.read`."""
-        version, records = self._call(self.timeout + wait, "read", prefix, after, wait)
+        version, records = self.call("read", prefix, after, wait, wait=wait)
         return version, records
 
-    def call(self, verb: str, *arguments: Any) -> Any:
-        """Another request, and its answer."""
-        return self._call(self.timeout, verb, *arguments)
-
-    def _call(self, seconds: float, *request: Any) -> Any:
+    def call(self, *request: Any, wait: float = 0.0) -> Any:
+        """A request, and its answer, with which the hub may wait for so long."""
+        seconds = self.timeout + wait
         deadline, problem = time.monotonic() + seconds, "it does not answer"
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -287,11 +285,8 @@ class HubClient:
     def _connect(self, seconds: float) -> Connection:
         if self._connection is None:
             connection = _connection(socket.create_connection(self.address, timeout=min(seconds, _SILENCE)))
-            try:
+            with on_failure(connection.close):
                 _prove(connection, self.key, first=False, seconds=seconds)
-            except BaseException:
-                connection.close()
-                raise
             self._connection = connection
         return self._connection
 
@@ -315,12 +310,8 @@ def _connection(made: socket.socket) -> Connection:
 
 def _prove(connection: Connection, key: bytes, *, first: bool, seconds: float = _HANDSHAKE) -> None:
     """Both sides show that they know the key."""
-    for challenge in (first, not first):
-        if challenge:
-            # What it waits for comes in one message, in answer to the challenge.
-            deliver_challenge(_Answering(connection, seconds), key)  # type: ignore[arg-type]
-        else:
-            answer_challenge(_Answering(connection, seconds), key)  # type: ignore[arg-type]
+    for prove in (deliver_challenge, answer_challenge) if first else (answer_challenge, deliver_challenge):
+        prove(_Answering(connection, seconds), key)  # type: ignore[arg-type]  # what it waits for comes in one message
 
 
 class _Answering:

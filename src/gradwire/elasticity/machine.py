@@ -160,9 +160,8 @@ class Member(NamedTuple):
 
     def averaged(self) -> Reaction:
         """This member has the average of every bucket of the step."""
-        waits = (
-            self.view is not None and self.view.begins and not self.holds
-        )  # there is nothing yet with which to catch up
+        # Before the first commit there is nothing with which to catch up.
+        waits = self.view is not None and self.view.begins and not self.holds
         if self.phase is not MemberPhase.OPEN or waits:
             return self, ()
         return self._replace(phase=MemberPhase.PREPARED, prepared=True), (Vote(self.epoch, self.step),)

@@ -14,17 +14,16 @@ state of one that has moved, with the anchor in place of its parameters. They ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from gradwire.elasticity.machine import View
-from gradwire.elasticity.performer import Performer
 from gradwire.elasticity.stream import pairs
 from gradwire.elasticity.training import Training
-from gradwire.errors import GroupError, HookError
+from gradwire.errors import HookError
 from gradwire.groups.base import Group
 from gradwire.hooks.base import CommHook, Trait
 from gradwire.hooks.periodic.diloco import DiLoCo
@@ -114,9 +113,8 @@ class OuterTraining(Training):
                 parameter.grad.div_(len(self.slots) or 1)
         self._update()
         self.moved = True
-        end = next(
-            n for n in range(self._begun + 1, self._begun + self._every + 1) if n == limit or n % self._every == 0
-        )
+        end = (self._begun // self._every + 1) * self._every
+        end = end if limit is None else min(end, limit)
         self.outer.count(end if late else self.outer.step + 1)
         self.ending = self.opened == end
 
@@ -144,7 +142,7 @@ class OuterTraining(Training):
         self.moved = self.ending = self.prepared = False
         self.begun_from, self._reduced = [], self.replica.reducer.steps
         self._begun, self._absent = self.outer.step, frozenset()
-        self._deal(self._view)
+        self._take_slots(self._view)
 
     def drop(self) -> None:
         fork, self._fork = self._fork, None
@@ -171,9 +169,7 @@ class OuterTraining(Training):
         here = [rank for rank in ranks if rows[rank, 1]]
         if not here:
             self._absent, self._waiting = frozenset(), []
-            super()._bring_state(view)
-            self._deal(view)
-            return
+            return super()._bring_state(view)
         dealt = int(rows[here[0], 0])
         late = [rank for rank in ranks if rank not in here and rows[rank, 0] != dealt]
         self._absent = frozenset([*late, *(rank for rank in here if not rows[rank, 2])])
@@ -182,6 +178,7 @@ class OuterTraining(Training):
             self._own = None if group.rank in fresh else self.replica.runner.state_dict()
             self._send_state(pairs(view, here, late))
             self.ending, self._dealt, self.slots = True, dealt, []
+        return None
 
     def _take_share(self) -> None:
         """Also the inner optimizer of the same rank, if there are as many, until it has made a step. What is owed is divided by
@@ -198,12 +195,9 @@ class OuterTraining(Training):
             self.optimizer.load_state_dict(own["optimizer"])
             self._load_as_saved(own["optimizer"]["state"], own["model"])
 
-    def _deal(self, view: View) -> None:
+    def _take_slots(self, view: View) -> None:
         super()._take_slots(view)
         self._dealt = view.epoch
-
-    def _take_slots(self, view: View) -> None:
-        """See `_bring_state`."""
 
     def state_dict(self) -> dict[str, Any]:
         round_ = [self.moved, self.ending, self._begun, self._counted, self.slots]
@@ -223,28 +217,3 @@ class OuterTraining(Training):
         self._counted = counted if own is not None else self._counted
         self.outer.to_anchor()
         self.moved = False
-
-
-def end_round(
-    training: OuterTraining, performer: Performer, survive: Callable[[GroupError], bool], *, now: bool = False
-) -> None:
-    """If this member is at the end of a round, commit it; if members change, follow. `now`: the round ends here."""
-    training.ending = training.ending or (now and training.moved)
-    if training.ending and training.moved:
-        performer.quorum.arrive(training.committed)
-    if performer.leaving and training.may_leave and not training.ending:
-        performer.lost()
-    while True:
-        if training.ending and not performer.frozen:
-            try:
-                training.outer_step()
-                training.wait_for_averages(performer.check_group)
-                training.compare_owed()
-            except GroupError as error:
-                if not survive(error):
-                    raise
-            else:
-                performer.vote(training.facts(performer.view, digests=True))
-        performer.settle()
-        if performer.left is not None or not training.ending:
-            return

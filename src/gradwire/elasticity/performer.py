@@ -19,20 +19,11 @@ import torch
 
 from gradwire.elasticity import machine
 from gradwire.elasticity.device_vote import DeviceVote
-from gradwire.elasticity.host_vote import vote_of_hosts
-from gradwire.elasticity.quorum import Quorum
+from gradwire.elasticity.quorum import Limits, Quorum
 from gradwire.elasticity.run_errors import diverged, nobody_has_the_state, pause_after, silent_members, too_few
 from gradwire.elasticity.run_records import RunRecords
-from gradwire.elasticity.trainer import Build, Limits, Trainer
-from gradwire.errors import (
-    CollectiveMismatch,
-    Evicted,
-    GroupAborted,
-    GroupError,
-    HookError,
-    TooFewMembers,
-    UsageError,
-)
+from gradwire.elasticity.training import Training
+from gradwire.errors import CollectiveMismatch, Evicted, GroupAborted, GroupError, HookError, TooFewMembers, UsageError
 from gradwire.groups.base import Group
 from gradwire.groups.store.rendezvous import watching
 
@@ -43,12 +34,15 @@ _LOOK = 0.5
 _AWAY, _CLOSE = 6.0, 1.0
 """Seconds for which a member waits for a hub that is away, when training ends or it is told to end; and when it has ended."""
 
+Build = Callable[[machine.View, str, RunRecords], Group]
+"""Makes the group of a view, for the member of this id: all members call it at the same time."""
+
 
 class Performer:
     """One process in one run."""
 
     def __init__(
-        self, me: str, connect: Callable[[], RunRecords], build: Build, trainer: Trainer, limits: Limits
+        self, me: str, connect: Callable[[], RunRecords], build: Build, training: Training, limits: Limits
     ) -> None:
         """`connect` is called once for each thread."""
         self.member = machine.Member(me, min_ranks=limits.min_ranks, max_ranks=limits.max_ranks)
@@ -57,9 +51,8 @@ class Performer:
         self._connect = connect
         self._records = connect()
         self._build = build
-        self._trainer = trainer
-        self._starters = limits.starters
-        self._patience = limits.patience
+        self.training = training
+        self._limits = limits
         self.quorum = Quorum(limits.quorum, limits.grace)
         self._lock = threading.Lock()
         self._present: tuple[int, Group | None] = (-1, None)
@@ -96,31 +89,31 @@ class Performer:
     def join(self, step: int) -> None:
         """Wait in the lobby until there is a view with this process. `step` is where a run begins of which it is the first."""
         records, me = self._records, self.member.me
-        if records.last_view(me) is not None:
+        if records.facts(me).view is not None:
             raise UsageError(
                 f"gw.elastic() in {me}: this process was in this run before, and a member that has left does not come back. Start "
                 "another process, or a run of its own."
             )
-        records.enter_lobby(me, self._starters)
+        records.enter_lobby(me, self._limits.starters)
         self._watcher.start()
-        deadline, version = time.monotonic() + self._patience, -1
+        deadline, version = time.monotonic() + self._limits.patience, -1
         while self.member.phase is machine.MemberPhase.LOBBY:
-            lobby = records.lobby(me, after=version, wait=_LOOK)
-            version, view, here = lobby.version, lobby.view, ", ".join(lobby.here)
-            if lobby.complete:
-                view = records.first_view(self.member, lobby.here, step)
+            hub = records.facts(me, after=version, wait=_LOOK)
+            version, view = hub.version, hub.view
+            if hub.complete:
+                view = records.first_view(self.member, hub.here, step)
             if view is not None:
                 self._react(lambda member, view=view: member.look(machine.HubState({}, next=view)))  # type: ignore[misc]
-            elif self.leaving or lobby.ended:
+            elif self.leaving or hub.ended:
                 self._stop(machine.Stop("it has left" if self.leaving else "training has ended"))
-            elif lobby.begun and lobby.lost is None:
-                deadline = time.monotonic() + self._patience  # it may be needed later
-            elif lobby.lost is not None:
-                raise nobody_has_the_state(self.member.me, lobby.lost)
+            elif hub.lost is not None:
+                raise nobody_has_the_state(me, hub.lost)
+            elif hub.last is not None:
+                deadline = time.monotonic() + self._limits.patience  # it may be needed later
             elif time.monotonic() > deadline:
                 raise TooFewMembers(
-                    f"joining the run as {me}: no view with it in {self._patience:.3g} s. In the lobby: {here}. Look at the output "
-                    "of the members, or raise patience=."
+                    f"joining the run as {me}: no view with it in {self._limits.patience:.3g} s. In the lobby: "
+                    f"{', '.join(hub.here)}. Look at the output of the members, or raise patience=."
                 )
         self.settle()
 
@@ -176,7 +169,7 @@ class Performer:
         self.resolve()
         if (vote := self._pending) is not None:
             self._pending = None
-            self._trainer.reopen()
+            self.training.reopen()
             self._react(lambda member: member.resolved(passed=False, prepared=vote.prepared))
         self._asks = True
         try:
@@ -185,32 +178,32 @@ class Performer:
             self._asks = False
 
     def _change_members(self) -> None:
-        published, version, failed, deadline = -2, -1, 0, time.monotonic() + self._patience
+        published, version, failed, deadline = -2, -1, 0, time.monotonic() + self._limits.patience
         while self.member.phase is machine.MemberPhase.FROZEN:
-            epoch, hub, lobby, away = self.member.epoch, machine.HubState({}), None, False
+            epoch, hub, facts, away = self.member.epoch, machine.HubState({}), None, False
             try:
                 if published != epoch:
                     for instruction in self.member.freeze()[1]:
                         self._perform(instruction, self._records)
                     published, version = epoch, -1
                 version, hub = self._records.look(epoch, after=version, wait=_LOOK)
-                lobby = None if self.member.holds else self._records.lobby(self.member.me)
+                facts = None if self.member.holds else self._records.facts(self.member.me)
             except GroupError as error:
                 away, self._failure = True, error
                 time.sleep(_PAUSE)
-            if lobby is not None and lobby.ended:
+            if facts is not None and facts.ended:
                 return self.come_too_late()
-            if lobby is not None and lobby.lost is not None:
-                raise nobody_has_the_state(self.member.me, lobby.lost)
+            if facts is not None and facts.lost is not None:
+                raise nobody_has_the_state(self.member.me, facts.lost)
             todo = self._react(lambda member, hub=hub: member.look(hub))  # type: ignore[misc]
             if self.member.epoch != epoch and self.frozen:
                 failed += 1
-                pause_after(failed, self.member.me, self._failure, self._patience)
+                pause_after(failed, self.member.me, self._failure, self._limits.patience)
             waits_for_joiners = not todo and not silent_members(self.member, hub)
             late = time.monotonic() > deadline or (self.leaving and (waits_for_joiners or away))
             if late and self.member.phase is machine.MemberPhase.FROZEN:
                 self._react(lambda member, hub=hub: member.give_up(hub))  # type: ignore[misc]
-                why = "until it was told to end" if self.leaving else f"for {self._patience:.3g} s"
+                why = "until it was told to end" if self.leaving else f"for {self._limits.patience:.3g} s"
                 raise too_few(self.member, hub, why) from self._failure
         return None
 
@@ -233,13 +226,16 @@ class Performer:
 
     def _react(self, event: Callable[[machine.Member], machine.Reaction]) -> tuple[machine.Instruction, ...]:
         with self._lock:
-            self.member, todo = event(_told(self.member, leave=self.leaving and self._trainer.may_leave))
+            self.member, todo = event(self._told())
         for instruction in todo:
-            if not isinstance(
-                instruction, machine.Publish
-            ):  # which `settle` does: a backward must not wait for the hub
+            if not isinstance(instruction, machine.Publish):  # `settle` does: a backward must not wait for the hub
                 self._perform(instruction, self._records)
         return todo
+
+    def _told(self) -> machine.Member:
+        """Before a standing is published that says otherwise: whether it leaves. While it computes, none says so yet."""
+        member = self.member._replace(leaving=self.member.leaving and not self.member.computing)
+        return member.leave()[0] if self.leaving and self.training.may_leave else member
 
     def _watch(self) -> None:
         records, epoch, version = self._connect(), -2, -1
@@ -256,10 +252,9 @@ class Performer:
                 continue  # training goes on without it
             self._lobby = tuple(one for one in hub.lobby if one not in hub.gone)
             with self._lock:
-                member = self.member
-                if not member.computing or member.epoch != epoch:
+                if self.frozen or self.member.epoch != epoch:
                     continue
-                member = _told(member, leave=self.leaving and self._trainer.may_leave)
+                member = self._told()
                 self.member, todo = member.lost(epoch) if hub.next is not None else member.look(hub)
                 publishes = self._pending is None
             try:
@@ -278,7 +273,7 @@ class Performer:
                     if (vote := self._pending) is not None:
                         vote.clear()
                     group.abort(_CHANGE)
-                    self._trainer.joins.abort()
+                    self.training.joins.abort()
                     group.abort_device()
             case machine.Publish(epoch, standing):
                 records.publish(epoch, self.member.me, standing)
@@ -291,13 +286,13 @@ class Performer:
                     return  # the hub is away: `settle` decides again when it is back
                 self._react(lambda member: member.look(machine.HubState({}, next=recorded)))
             case machine.Commit():
-                self._trainer.commit()
+                self.training.commit()
                 if self._leave_voted:
                     self._leave_voted = False
                     with contextlib.suppress(GroupError):  # then it is lost, as in a crash
-                        self._trainer.hand_over(self.member.leaving)
+                        self.training.hand_over(self.member.leaving)
             case machine.Drop():
-                self._trainer.drop()
+                self.training.drop()
             case machine.Enter(view):
                 self._enter(view)
             case machine.Stop():
@@ -307,27 +302,24 @@ class Performer:
     def _wants(self) -> list[int]:
         """Whether this member wants others to join, or to compute itself; and whether it wants to leave."""
         joins = bool(self._lobby) and len(self.view.members) < (self.member.max_ranks or len(self.view.members) + 1)
-        return [int(joins or self._trainer.joins.lag is not None), int(self.member.leaving or self.leaving)]
-
-    def _cast(self, vote: DeviceVote) -> None:
-        with self._lock:
-            if self.member.computing:  # else the group may have been aborted already, and with it the averages
-                vote.arm()
-        try:
-            self._trainer.commit_behind(vote.cast())
-        except GroupError:
-            self.lost()
+        return [int(joins or self.training.joins.lag is not None), int(self.member.leaving or self.leaving)]
 
     def _vote(self, vote: machine.Vote) -> None:
         group = self._present[1]
         assert group is not None
-        if self._pending is not None:
-            self._cast(self._pending)
+        if (pending := self._pending) is not None:
+            with self._lock:
+                if self.member.computing:  # else the group may have been aborted already, and with it the averages
+                    pending.arm()
+            try:
+                self.training.commit_behind(pending.cast())
+            except GroupError:
+                self.lost()
             return
         self.change_voted = False
         holds = self.member.holds
         try:
-            join, leave, behind, agree = vote_of_hosts(group, self._wants, self._facts, holds=holds)
+            join, leave, behind, agree = _vote_of_hosts(group, self._wants, self._facts, holds=holds)
             if holds and not agree:
                 raise diverged(self.member)
         except GroupError as error:
@@ -336,16 +328,16 @@ class Performer:
             self.lost()
             return
         self._leave_voted = bool(leave)
-        arrived = not holds and self._trainer.joins.lag == 0
+        arrived = not holds and self.training.joins.lag == 0
         if arrived and agree:
             self._react(machine.Member.received)
         self._react(lambda member: member.voted(vote.epoch, change=bool((join and not behind) or leave)))
         if arrived and not agree:
-            self._trainer.joins.begin_again()
+            self.training.joins.begin_again()
             self.lost()
 
     def _enter(self, view: machine.View) -> None:
-        self._trainer.follow(view)
+        self.training.follow(view)
         try:
             with watching(lambda: GroupAborted(_CHANGE, reason=_CHANGE) if self.frozen else None):
                 group = self._build(view, self.member.me, self._records)
@@ -353,14 +345,14 @@ class Performer:
                 self._lobby = ()
                 if self.frozen:
                     group.abort(_CHANGE)
-                self._trainer.enter(view, group)
+                self.training.enter(view, group)
         except GroupError as error:
             if isinstance(error, CollectiveMismatch):
                 raise
             self._failure = error
             self.lost()
             return
-        if not self.member.holds and self._trainer.joins.lag is None:
+        if not self.member.holds and self.training.joins.lag is None:
             self._react(machine.Member.received)
 
     def received(self) -> None:
@@ -394,7 +386,12 @@ class Performer:
             raise Evicted(f"{self.member.me}: {stop.why}. Start it again: it joins with the state of the others.")
 
 
-def _told(member: machine.Member, *, leave: bool) -> machine.Member:
-    """Before a standing is published that says otherwise: whether it leaves. While it computes, none says so yet."""
-    member = member._replace(leaving=member.leaving and not member.computing)
-    return member.leave()[0] if leave else member
+def _vote_of_hosts(group: Group, wants: list[int], facts: list[int], *, holds: bool) -> tuple[int, int, int, bool]:
+    """How many want others to join and to leave, how many do not hold the state yet, and whether all others have the same facts as
+    this member. A sum costs the least, and hashes that differ do not add up."""
+    votes = torch.tensor([*wants, int(not holds), *(fact * holds for fact in facts)], dtype=torch.int64, device="cpu")
+    group.all_reduce(votes, label="vote")
+    join, leave, behind, *totals = votes.tolist()
+    number = group.size - behind
+    agree = not any((total - number * fact) % 2**64 for total, fact in zip(totals, facts, strict=True))
+    return join, leave, behind, agree

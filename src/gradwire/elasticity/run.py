@@ -19,12 +19,11 @@ from gradwire.collectives import barrier
 from gradwire.elasticity.deal import Deal, fixed_hash, seed_generators
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.outer import OuterTraining
-from gradwire.elasticity.performer import Performer
+from gradwire.elasticity.performer import Build, Performer
+from gradwire.elasticity.quorum import Limits
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.run_steps import RunSteps
-from gradwire.elasticity.saved_states import Source, find_states
-from gradwire.elasticity.state import pack, save
-from gradwire.elasticity.trainer import Build, Limits
+from gradwire.elasticity.state import Source, find_states, pack, save
 from gradwire.elasticity.training import Training
 from gradwire.errors import GroupError, UsageError, UsageTypeError
 from gradwire.events import Handle
@@ -73,16 +72,15 @@ class ElasticRun(RunSteps):
         self.model = model
         self.optimizer = optimizer
         self.data = data
-        self.training.entered = self._entered
         self.finished = False
         """Whether training has ended here, for whatever reason but that this process leaves."""
-        self._listeners: list[Callable[[View], object]] = []
 
     def start(self, me: str, connect: Callable[[], RunRecords], build: Build, limits: Limits) -> ElasticRun:
         """Join the run: returns when this process is a member, with the state of the others."""
         like = torch.optim.SGD([torch.zeros(1, device="cpu", requires_grad=True)])
         like.load_state_dict(like.state_dict())  # the first call imports much, and others would wait
         self._performer = Performer(me, connect, build, self.training, limits)
+        self.training.replica.reducer.iterations.before_backward = self._performer.resolve
         self.training.script["steps= or check_every="] = [self.steps, self.check_every]
         if self._leaving:
             self._performer.leave()
@@ -90,21 +88,17 @@ class ElasticRun(RunSteps):
         if not self.left:
             self._end_round()
             self.training.open()
-        while not self.done and self.training.joins.lag is not None:
-            self._catch_up()
+        while not self.done and self.training.joins.lag is not None:  # see Note [Stream] in `stream.py`
+            try:
+                if self.training.catch_up(lambda: self.performer.check_group() or self._leaving):
+                    self._performer.received()
+            except GroupError as error:
+                if not self._survive(error):
+                    raise
+            self.commit()
         if not self.left and self.training.joins.lag is not None:
             self._performer.come_too_late()
         return self
-
-    def _catch_up(self) -> None:
-        """A step of a member that receives the state: see Note [Stream] in `stream.py`."""
-        try:
-            if self.training.catch_up(lambda: self.performer.check_group() or self._leaving):
-                self.performer.received()
-        except GroupError as error:
-            if not self._survive(error):
-                raise
-        self.commit()
 
     def leave(self) -> None:
         """Leave after the present step: what this member owes goes to another one. May be called in a signal handler."""
@@ -114,14 +108,10 @@ class ElasticRun(RunSteps):
 
     def on_view(self, fn: Callable[[View], object]) -> Handle:
         """Call `fn(view)` when members have changed, and once now if this process is a member."""
-        self._listeners.append(fn)
+        self.training.listeners.append(fn)
         if not self.left:
             fn(self.view)
-        return Handle(lambda: self._listeners.remove(fn))
-
-    def _entered(self, view: View) -> None:
-        for fn in list(self._listeners):
-            fn(view)
+        return Handle(lambda: self.training.listeners.remove(fn))
 
     def close(self) -> None:
         """End training, on all members: each calls it after the same step. A no-op if it is closed."""
@@ -224,7 +214,7 @@ class ElasticRun(RunSteps):
 
     def register(self, **objects: Any) -> None:
         """Objects with `state_dict` and `load_state_dict` that belong to the run: they travel to members that join."""
-        _refuse_after_start(self._performer, "register", "register=")
+        self._refuse_after_start("register", "register=")
         for name, one in objects.items():
             if not hasattr(one, "state_dict") or not hasattr(one, "load_state_dict"):
                 raise UsageTypeError(
@@ -253,10 +243,16 @@ class ElasticRun(RunSteps):
 
     def load_state_dict(self, state: Source | Iterable[Source]) -> None:
         """Begin with this state, or file of `save`, or a list of those of all ranks, if nobody else has begun the run."""
-        _refuse_after_start(self._performer, "load_state_dict", "state=")
+        self._refuse_after_start("load_state_dict", "state=")
         states = find_states(state, remembers=self.training.remembers)
         self.training.load_state_dict(states[0].read())
         self.training.begun_from = states if self.training.remembers or not self.training.retries else []
+
+    def _refuse_after_start(self, method: str, instead: str) -> None:
+        if self._performer is not None:
+            raise UsageError(
+                f"{method}() of a run that has begun: the state of the others has been received. Pass {instead} to gw.elastic."
+            )
 
 
 class ElasticStep:
@@ -297,10 +293,3 @@ class ElasticStep:
     def _pause(self) -> None:
         """Average nothing before the next batch, as in an evaluation."""
         self._run.training.replica.sync = self._run.data is None
-
-
-def _refuse_after_start(performer: Performer | None, method: str, instead: str) -> None:
-    if performer is not None:
-        raise UsageError(
-            f"{method}() of a run that has begun: the state of the others has been received. Pass {instead} to gw.elastic."
-        )

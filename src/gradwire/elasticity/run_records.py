@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,22 +11,24 @@ from gradwire.elasticity.hub import HubClient, Records
 from gradwire.elasticity.machine import HubState, Member, Standing, View
 
 
-class Lobby(NamedTuple):
-    """What concerns processes that have no view."""
+class HubFacts(NamedTuple):
+    """What the hub knows that concerns one process."""
 
-    version: int
-    view: View | None
-    """The first one with the process that asks."""
-    here: tuple[str, ...]
-    """Those that wait."""
-    complete: bool
+    version: int = 0
+    view: View | None = None
+    """The first one with this process."""
+    last: View | None = None
+    """The last one of the run."""
+    lost: View | None = None
+    """The last one, if all its members have ended, but for those that had not received the state: nobody has it."""
+    here: tuple[str, ...] = ()
+    """Those that wait in the lobby."""
+    complete: bool = False
     """Whether the run can begin: all are here with which it should, less those that have ended."""
-    ended: bool
+    left: bool = False
+    """Whether this process has recorded that it leaves."""
+    ended: bool = False
     """Whether training has ended."""
-    begun: bool
-    """Whether there is a view."""
-    lost: View | None
-    """The last view, if all its members have ended, but for those that had not received the state: nobody has it."""
 
 
 class RunRecords:
@@ -38,18 +41,12 @@ class RunRecords:
     def _forget(self) -> None:
         self._version = 0
         """That of what follows: only what is later is read again."""
+        self._values: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        """Those that are not empty, by kind and name, but for the following. The lobby is without those that are in a view."""
         self._views: dict[int, View] = {}
         self._standings: dict[int, dict[str, Standing]] = {}
-        self._gone: set[str] = set()
-        self._arrived: dict[str, int] = {}
-        self._lobby: dict[str, None] = {}
-        self._spares: set[str] = set()
-        self._left: set[str] = set()
         self._taken: set[str] = set()
-        self._meetings: dict[int, str] = {}
-        self._sets = {"gone": self._gone, "spare": self._spares, "left": self._left, "silent": set()}
-        self._starters: int | None = None
-        self._ended = False
+        """All that are or were in a view."""
 
     def publish(self, epoch: int, me: str, standing: Standing) -> None:
         self.hub.compare_set(f"standing/{epoch}/{me}", "", json.dumps(standing))
@@ -78,9 +75,9 @@ class RunRecords:
 
     def meeting(self, epoch: int, wait: float) -> str | None:
         """Where the members of this view meet; waits at most so long for anything new."""
-        if epoch not in self._meetings:
+        if str(epoch) not in self._values["meeting"]:
             self._read(self._version, wait)
-        return self._meetings.get(epoch)
+        return self._values["meeting"].get(str(epoch))
 
     def end(self, step: int) -> None:
         """Training has ended with this step: nobody joins any more."""
@@ -98,10 +95,6 @@ class RunRecords:
         """This process ends since it was told to, and not since training has finished."""
         self.hub.compare_set(f"left/{me}", "", "left")
 
-    def has_left(self, member: str) -> bool:
-        self._read(-1, 0.0)
-        return member in self._left
-
     def mark(self, member: str, *, gone: bool) -> None:
         """Its process has ended or is stopped; or, not `gone`, it continues."""
         self.hub.compare_set(f"gone/{member}", "" if gone else "gone", "gone" if gone else "")
@@ -110,46 +103,50 @@ class RunRecords:
         """What concerns the members of the view of this epoch; waits at most so long for anything later than version `after`."""
         self._read(after, wait)
         standings, following = dict(self._standings.get(epoch, {})), self._views.get(epoch + 1)
-        lobby = tuple(member for member in self._lobby if member not in self._spares)
-        return self._version, HubState(standings, self._out_of_reach, lobby, following)
+        return self._version, HubState(standings, self._out_of_reach, tuple(self._lobby), following)
 
     def arrive(self, me: str, number: int) -> None:
         """This member is at the end of the round of this number."""
-        before = self._arrived.get(me)
-        if before != number:
-            self.hub.compare_set(f"arrived/{me}", "" if before is None else str(before), str(number))
+        before = self._values["arrived"].get(me, "")
+        if before != str(number):
+            self.hub.compare_set(f"arrived/{me}", before, str(number))
 
     def arrived(self, number: int) -> set[str]:
         """The members that are at the end of the round of this number, as of the last `look`."""
-        return {member for member, last in self._arrived.items() if last == number}
+        return {member for member, last in self._values["arrived"].items() if last == str(number)}
 
-    def last_view(self, member: str | None = None) -> View | None:
-        """The view of the latest epoch; for a process in the lobby, of those that have this member: it may be out again."""
-        self._read(-1, 0.0)
-        latest = reversed(self._views.values())
-        return next((view for view in latest if member is None or member in view.members), None)
+    def last_view(self) -> View | None:
+        """The view of the latest epoch."""
+        return self.facts("").last
 
-    def lobby(self, me: str, after: int = -1, wait: float = 0.0) -> Lobby:
-        """What a process can know that has no view."""
+    def facts(self, process: str, after: int = -1, wait: float = 0.0) -> HubFacts:
+        """What concerns this process; waits as `look` does."""
         self._read(after, wait)
         views, gone = self._views, self._out_of_reach
-        here = tuple(one for one in self._lobby if one not in gone | self._spares)
-        mine = next((view for view in views.values() if me in view.members), None)
+        here = tuple(one for one in self._lobby if one not in gone)
+        mine = next((view for view in views.values() if process in view.members), None)
         last = views[max(views)] if views else None
-        complete = last is None and self._starters is not None and len(gone) + len(here) >= self._starters
+        starters = self._values["starters"].get("")
+        complete = last is None and starters is not None and len(gone) + len(here) >= int(starters)
         lost = None
         if last is not None:  # a silent host may be back
             standings = {} if last.begins else self._standings.get(last.epoch, {})
             without = {one for one, standing in standings.items() if not standing.holds}
-            lost = last if (self._gone | without).issuperset(last.members) else None
-        return Lobby(self._version, mine, here, complete, self._ended, last is not None, lost)
+            lost = last if without.union(self._values["gone"]).issuperset(last.members) else None
+        left, ended = process in self._values["left"], bool(self._values["ended"])
+        return HubFacts(self._version, mine, last, lost, here, complete, left, ended)
+
+    @property
+    def _lobby(self) -> list[str]:
+        """Those that are ready to join, but spares."""
+        return [one for one in self._values["lobby"] if one not in self._values["spare"]]
 
     @property
     def _out_of_reach(self) -> frozenset[str]:
         """The gone, and all whose launcher is silent."""
-        silent = self._sets["silent"]
-        known = {*self._taken, *self._lobby} if silent else ()
-        return frozenset([*self._gone, *(member for member in known if launcher_of(member) in silent)])
+        gone, silent = self._values["gone"], self._values["silent"]
+        known = self._taken.union(self._values["lobby"]) if silent else ()
+        return frozenset([*gone, *(member for member in known if launcher_of(member) in silent)])
 
     def hurry(self, seconds: float) -> None:
         """From now on a call tries for at most so long to reach the hub."""
@@ -170,23 +167,16 @@ class RunRecords:
             if kind == "view":
                 self._views[int(name)] = view = _view(value)
                 self._taken.update(view.members)
-                for member in view.members:
-                    self._lobby.pop(member, None)
             elif kind == "standing":
                 epoch, _, name = name.partition("/")
                 self._standings.setdefault(int(epoch), {})[name] = Standing(*json.loads(value))
-            elif kind == "arrived":
-                self._arrived[name] = int(value)
-            elif kind == "lobby" and name not in self._taken:
-                self._lobby[name] = None
-            elif (members := self._sets.get(kind)) is not None:
-                (members.add if value else members.discard)(name)
-            elif kind == "meeting":
-                self._meetings[int(name)] = value
-            elif kind == "starters":
-                self._starters = int(value)
-            elif kind == "ended":
-                self._ended = True
+            elif value:
+                self._values[kind][name] = value
+            else:
+                self._values[kind].pop(name, None)
+        lobby = self._values["lobby"]
+        for member in self._taken.intersection(lobby):
+            del lobby[member]
 
 
 def launcher_of(member: str) -> str:

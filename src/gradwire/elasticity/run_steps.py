@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gradwire.elasticity.machine import View
-from gradwire.elasticity.outer import OuterTraining, end_round
+from gradwire.elasticity.outer import OuterTraining
 from gradwire.elasticity.performer import Performer
 from gradwire.elasticity.state import pack, save
 from gradwire.elasticity.training import Training
@@ -36,7 +36,6 @@ class RunSteps:
         self._leaving = False
         self._performer: Performer | None = None
         training.replica.reducer.iterations.survive = self._survive
-        training.replica.reducer.iterations.before_backward = self._resolve
 
     @property
     def performer(self) -> Performer:
@@ -52,7 +51,7 @@ class RunSteps:
     def group(self) -> Group:
         """The group of the present view's members, but for those that receive the state. Another one replaces it when members
         change."""
-        return self.training.computing
+        return self.training.joins.group or self.training.group
 
     @property
     def left(self) -> bool:
@@ -66,34 +65,78 @@ class RunSteps:
         due = compared or self.training.joins.streams
         by_hosts = due or performer.change_voted or number + 1 == self.steps
         gate = None if by_hosts else self.training.gate
-        if not performer.frozen and self._share(wait=gate is None, owed=compared):
-            performer.vote(self.training.facts(self.view, digests=due), gate)
+        idle = self.view.fresh if self.training.joins.streams else ()
+        first = next(rank for rank, member in enumerate(self.view.members) if member not in idle)
+        if not performer.frozen:
+            try:
+                self.training.replica.state.sync_buffers(first)  # all have those of the first that computes at a commit
+                if gate is None:
+                    self.training.wait_for_averages(performer.check_group)
+                if compared:
+                    self.training.compare_owed()
+            except GroupError as error:
+                if not self._survive(error):
+                    raise
+            else:
+                performer.vote(self.training.facts(self.view, digests=due), gate)
         performer.settle()
 
     def _end_round(self, *, now: bool = False) -> None:
-        if isinstance(self.training, OuterTraining):
-            end_round(self.training, self.performer, self._survive, now=now)
+        """If this member is at the end of a round, commit it; if members change, follow. `now`: the round ends here."""
+        training, performer = self.training, self.performer
+        if not isinstance(training, OuterTraining):
+            return
+        training.ending = training.ending or (now and training.moved)
+        if training.ending and training.moved:
+            performer.quorum.arrived = training.committed
+        if performer.leaving and training.may_leave and not training.ending:
+            performer.lost()
+        while True:
+            if training.ending and not performer.frozen:
+                try:
+                    training.outer_step()
+                    training.wait_for_averages(performer.check_group)
+                    training.compare_owed()
+                except GroupError as error:
+                    if not self._survive(error):
+                        raise
+                else:
+                    performer.vote(training.facts(performer.view, digests=True))
+            performer.settle()
+            if self.left or not training.ending:
+                return
 
     @contextlib.contextmanager
     def _rescuing(self) -> Iterator[None]:
         try:
             yield
         except TooFewMembers as error:
-            if self.rescue is not None and self.performer.member.holds:
-                _rescue(self, error, self.rescue)
-            elif self.rescue is None:
+            if self.rescue is None:
                 error.add_note("The state is not saved. To have it saved, pass rescue=FILE to gw.elastic.")
+            elif self.performer.member.holds:
+                error.add_note(self._rescue(os.fspath(self.rescue)))
             raise
+
+    def _rescue(self, path: str) -> str:
+        """Save the state, of a hook that remembers into a file for each rank. Returns what has become of it."""
+        rank = self.view.members.index(self.performer.member.me)
+        file, given = path, repr(path)
+        if self.training.remembers:
+            file, given = f"{path}-{rank}", f"glob.glob({path + '-*'!r})"
+        try:
+            self._know()
+            save(self.saved_state(rank, rescued=True), Path(file))
+        except Exception as why:
+            return (
+                f"The state after step {self.training.opened} could not be saved in {file}: {type(why).__name__}: {why}"
+            )
+        return f"The state after step {self.training.opened} is saved: gw.elastic(state={given})."
 
     def _survive(self, error: GroupError) -> bool:
         if isinstance(error, CollectiveMismatch):
             return False
         self.performer.lost()
         return True
-
-    def _resolve(self) -> None:
-        if self._performer is not None:
-            self._performer.resolve()
 
     def _know(self) -> None:
         """Wait until it is known whether the last step was committed."""
@@ -107,23 +150,6 @@ class RunSteps:
                 if not self.left:
                     self.training.open()
 
-    def _share(self, *, wait: bool, owed: bool) -> bool:
-        """All members have the buffers of the first that computes at a commit. `wait`: until they and the averages are there."""
-        idle = self.view.fresh if self.training.joins.streams else ()
-        try:
-            self.training.replica.state.sync_buffers(
-                next(n for n, one in enumerate(self.view.members) if one not in idle)
-            )
-            if wait:
-                self.training.wait_for_averages(self.performer.check_group)
-            if owed:
-                self.training.compare_owed()
-        except GroupError as error:
-            if not self._survive(error):
-                raise
-            return False
-        return True
-
     def saved_state(self, rank: int, *, rescued: bool) -> dict[str, Any]:
         training = self.training
         digest = training.digest if training.opened == training.steps_committed else 0  # in a round members differ
@@ -131,20 +157,3 @@ class RunSteps:
         state, tensors = {**training.state_dict(), "saved": saved}, list[Tensor]()
         model, rest = state.pop("model"), json.dumps(pack(state, tensors))
         return {"model": model, "run": rest, "tensors": {str(number): one for number, one in enumerate(tensors)}}
-
-
-def _rescue(run: RunSteps, error: TooFewMembers, path: str | os.PathLike[str]) -> None:
-    """Save the state, of a hook that remembers into a file for each rank."""
-    rank, path = run.view.members.index(run.performer.member.me), os.fspath(path)
-    file, given = path, repr(path)
-    if run.training.remembers:
-        file, given = f"{path}-{rank}", f"glob.glob({path + '-*'!r})"
-    try:
-        run._know()
-        save(run.saved_state(rank, rescued=True), Path(file))
-    except Exception as why:
-        error.add_note(
-            f"The state after step {run.training.opened} could not be saved in {file}: {type(why).__name__}: {why}"
-        )
-    else:
-        error.add_note(f"The state after step {run.training.opened} is saved: gw.elastic(state={given}).")

@@ -1,18 +1,20 @@
 """State on its way to another member or into a file: tensors as bytes, all else as JSON, and nothing is ever executed.
 
 `pack` takes apart what `state_dict()`s are made of: dicts, lists, tuples, numbers, texts and tensors. `send` and `receive` bring it
-to a member that joins, with a checksum for each tensor. `save` and `load` keep it in a safetensors file.
+to a member that joins, with a checksum for each tensor. `save` and `load` keep it in a safetensors file. A `SavedState` is what one
+member has saved of a run, as a dict or in a file; those of all members together have what each owes.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import secrets
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,13 @@ from gradwire.collectives import build
 from gradwire.errors import GroupError, UsageError, UsageTypeError
 from gradwire.groups.base import Group
 from gradwire.runtime.cleanup import on_failure
+from gradwire.runtime.warnings import warn_user
 
 _PIECE, _PACED_PIECE = 2**24, 2**20
 """Bytes of a message: a member that receives needs no second copy of the whole."""
 _TAG = 0x656C61
 _ABOUT = "gradwire"
+Source = Mapping[str, Any] | str | os.PathLike[str]
 
 
 def pack(value: Any, tensors: list[Tensor], path: str = "state") -> Any:
@@ -184,3 +188,48 @@ def checksum(t: Tensor) -> int:
 
 def _bytes_of(t: Tensor) -> Tensor:
     return t.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+
+
+class SavedState:
+    """The state of a run as one of its members saved it. The tensors of a file are read when they are needed."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        about = self.read(whole=False)
+        self.rank: int = about["saved"].pop("rank")
+        self.facts: dict[str, Any] = {"step": about["committed"], **about["saved"]}
+        """The same in all that were saved together."""
+
+    def read(self, *, whole: bool = True) -> dict[str, Any]:
+        """What `Training.state_dict` returned; not `whole`: a file's without its tensors."""
+        state = self._source if isinstance(self._source, Mapping) else load(Path(self._source), whole=whole)
+        tensors = [state["tensors"][str(number)] for number in range(len(state["tensors"]))]
+        return {"model": state["model"], **unpack(json.loads(state["run"]), tensors)}
+
+    def __str__(self) -> str:
+        source = "" if isinstance(self._source, Mapping) else f"{os.fspath(self._source)} "
+        return f"{source}of rank {self.rank} ({', '.join(f'{key} {value}' for key, value in self.facts.items())})"
+
+
+def find_states(given: Source | Iterable[Source], *, remembers: bool) -> list[SavedState]:
+    """What a run begins from, by rank. UsageError unless it was saved together and, with a hook that remembers, is complete."""
+    alone = isinstance(given, Mapping | str | os.PathLike)
+    states = sorted(map(SavedState, [given] if alone else given), key=lambda state: state.rank)  # type: ignore[arg-type]
+    if not states:
+        raise UsageError("gw.elastic(state=[]): it is empty. Leave it out to begin a new run.")
+    first, ranks = states[0], [state.rank for state in states]
+    for other in states:
+        if other.facts != first.facts:
+            raise UsageError(
+                f"gw.elastic(state=...): the state {other} was not saved together with that {first}. Pass those of one step of "
+                "one run."
+            )
+    size = first.facts["size"]
+    if remembers and ranks != list(range(size)):
+        text = (
+            f"gw.elastic(state=...): what each of {size} ranks owes is in its own state, and here are those of {ranks}."
+        )
+        if len({*ranks}) < len(ranks) or not (alone or first.facts["rescued"]):
+            raise UsageError(f"{text} Pass each once. To begin without what others owe, pass one alone, not in a list.")
+        warn_user(f"{text} What others owe is lost, unless you pass a list with theirs.")
+    return states

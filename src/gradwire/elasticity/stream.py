@@ -1,4 +1,4 @@
-"""`Stream`: how a member that joins receives the state while the others train.
+"""`Joins`: how a member that joins receives the state while the others train.
 
 Note [Stream]
 A member without the state is in the view from its first step on. It contributes zeros to every reduction and votes, so that it has
@@ -44,6 +44,8 @@ _REPEATED = 2
 _PAUSE = 0.05
 _OVER = "the members of the run change"
 
+Job = Callable[[Group, Callable[[float], object]], Any]
+"""Sends or receives over a channel; the function pauses for so many seconds."""
 Kept = tuple[list[Tensor | None], dict[str, Tensor]]
 """Of a committed step: the averages, on the CPU, and the buffers."""
 
@@ -62,17 +64,15 @@ def pairs(view: View, holders: Sequence[int], receivers: Sequence[int]) -> list[
     return [(some[number % len(some)], rank) for number, (rank, some) in enumerate(zip(receivers, near, strict=True))]
 
 
-class _End:
+class _End(BoundedCall[Any]):
     """One end of a channel between two members, with what it sends or receives: on a thread of its own."""
 
-    def __init__(
-        self, group: Group, ranks: Sequence[int], job: Callable[[Group, Callable[[float], object]], Any]
-    ) -> None:
+    def __init__(self, group: Group, ranks: Sequence[int], job: Job) -> None:
         self._aborted = threading.Event()
         self._channel: Group | None = None
-        self._call = BoundedCall(lambda: self._run(group, list(ranks), job), name=f"gradwire-state-{ranks[1]}")
+        super().__init__(lambda: self._use_channel(group, list(ranks), job), name=f"gradwire-state-{ranks[1]}")
 
-    def _run(self, group: Group, ranks: list[int], job: Callable[[Group, Callable[[float], object]], Any]) -> Any:
+    def _use_channel(self, group: Group, ranks: list[int], job: Job) -> Any:
         with watching(lambda: GroupAborted(_OVER, reason=_OVER) if self._aborted.is_set() else None):
             self._channel = channel = group.subgroup(ranks, name=f"{group.name}/state-{ranks[1]}")
         if self._aborted.is_set():
@@ -86,127 +86,30 @@ class _End:
     def abort(self) -> None:
         """End it. Never waits; may be called from any thread."""
         self._aborted.set()
-        self._call.abandon()
+        self.abandon()
         if self._channel is not None:
             self._channel.abort(_OVER)
 
-    def wait(self, timeout: float = 0.0) -> bool:
-        """Whether it has ended."""
-        return self._call.wait(timeout)
-
-    def result(self) -> Any:
-        """What was received."""
-        return self._call.result()
-
-
-class Joining:
-    """A member on its way to the state of the others: what it has received, and what it has kept of the steps since then."""
-
-    def __init__(self, end: _End, room: int) -> None:
-        self.room = room
-        """How many averages it may keep; -1 if it cannot commit even one."""
-        self._end = end
-        self._kept: deque[Kept] = deque()
-        self._loaded = self._repeated = False
-        self.next_room = room // 4
-        """How many it keeps if it has to begin again."""
-
-    @property
-    def lag(self) -> int:
-        """How many steps it is behind. At least 1 until it has shown that it can commit what it has kept."""
-        return len(self._kept) + (not self._repeated)
-
-    def keep(self, kept: Kept) -> None:
-        """A step was committed."""
-        self._kept.append(kept)
-
-    def fail(self, why: str) -> None:
-        """It is not exact here to catch up."""
-        self.next_room = -1
-        text = f"update= cannot repeat here what the others have committed ({why})"
-        warnings.warn(f"joining the run: {text}. They wait until this member has received their state.", stacklevel=2)
-
-    def advance(
-        self, load: Callable[[Any], object], commit: Callable[[Kept, int], object], lost: Callable[[], bool]
-    ) -> bool:
-        """Between two steps: take what has come, and catch up. True: it has the state, and the others have waited for it."""
-        while not self._loaded and len(self._kept) >= self.room and not self._end.wait(_PAUSE):
-            if lost():
-                raise GroupAborted(_OVER, reason=_OVER)
-        if not self._loaded and self._end.wait():
-            load(self._end.result())
-            self._loaded, self._repeated = True, not self.room
-        for _ in range(min(_REPEATED, len(self._kept)) if self._loaded else 0):
-            try:
-                commit(self._kept[0], len(self._kept))
-            except Exception as error:
-                self.fail(f"{type(error).__name__}: {error}")
-                raise GroupAborted(_OVER, reason=_OVER) from error
-            self._kept.popleft()
-            self._repeated = True
-        return self.room < 0
-
-
-class Stream:
-    """The part of one member in the joins of one view."""
-
-    def __init__(self, view: View, group: Group, state: Callable[[], Any], room: int) -> None:
-        """`state` returns what is to be sent. A collective of all members with the state."""
-        pairs, me = donors(view), group.rank
-        self.joining: Joining | None = None
-        """None on a member that has the state."""
-        self.group = group
-        """That of the members with the state, on those."""
-        self._ends: list[_End] = []
-        fresh = [rank for _, rank in pairs]
-        if me in fresh:
-            pair = next(pair for pair in pairs if pair[1] == me)
-            self._ends.append(_End(group, pair, lambda channel, _: receive(channel, 0, paced=True)))
-            self.joining = Joining(self._ends[0], room)
-            return
-        computing = [rank for rank in range(group.size) if rank not in fresh]
-        if len(computing) == 1:
-            (self.group,) = ThreadGroup.world(1, timeout=group.timeout, name=group.name)
-        else:
-            self.group = group.subgroup(computing, name=f"{group.name}/computing")
-        mine = [pair for pair in pairs if pair[0] == me]
-        copy = copied(state()) if mine else None
-        for pair in mine:
-            self._ends.append(_End(group, pair, lambda channel, pause: send(channel, 1, copy, pause=pause)))
-
-    def abort(self) -> None:
-        """Members change. Never waits; may be called from any thread."""
-        for end in self._ends:
-            end.abort()
-        if self.joining is None:
-            self.group.abort(_OVER)
-
-    def close(self) -> None:
-        """Nothing of this view is used any more."""
-        for end in self._ends:
-            end.abort()
-        if self.joining is None:
-            with suppress(HookError):
-                self.group.close(0.0)
-
 
 class Joins:
-    """The part of one member in the joins of a run: it sends what it has, or receives it and catches up."""
+    """The part of one member in the joins of a run: it sends what it has; or it receives that, keeps what the others commit
+    meanwhile, and catches up."""
 
     def __init__(
-        self,
-        replica: Replica,
-        state: Callable[[], Any],
-        load: Callable[[Any], object],
-        update: Callable[[int], object],
+        self, replica: Replica, state: Callable[[], Any], load: Callable[[Any], object], update: Callable[[int], object]
     ) -> None:
         """`state` returns what is sent, `load` takes it, and `update(step)` commits the averages in `.grad`."""
         self.allowed = True
         """Whether members may join while the others train."""
         self._replica = replica
+        self.group: Group | None = None
+        """While others receive the state, that of the members that have it, on those."""
         self._state, self._load, self._update = state, load, update
-        self._stream: Stream | None = None
-        self._room = ROOM
+        self._ends: list[_End] = []
+        self._receives = self._loaded = self._repeated = False
+        self._kept: deque[Kept] = deque()
+        self._room = self._next_room = ROOM
+        """How many averages it may keep, now and if it has to begin again; -1 if it cannot commit even one."""
 
     def stream_in(self, view: View) -> bool:
         """Whether the fresh members of this view receive the state while the others train. The same on all members."""
@@ -214,41 +117,73 @@ class Joins:
         return bool(view.fresh) and not view.begins and self.allowed and large
 
     def enter(self, view: View, group: Group) -> None:
-        """All members of the view have the hook's state."""
-        if self.stream_in(view):
-            self._stream = Stream(view, group, self._state, self._room)
+        """All members of the view have the hook's state. A collective of those with the state of the model."""
+        if not self.stream_in(view):
+            return
+        pairs, me = donors(view), group.rank
+        computing = sorted({*range(group.size)} - {rank for _, rank in pairs})
+        if me not in computing:
+            pair = next(pair for pair in pairs if pair[1] == me)
+            self._ends.append(_End(group, pair, lambda channel, _: receive(channel, 0, paced=True)))
+            self._receives, self._next_room = True, self._room // 4
+            return
+        if len(computing) == 1:
+            (self.group,) = ThreadGroup.world(1, timeout=group.timeout, name=group.name)
+        else:
+            self.group = group.subgroup(computing, name=f"{group.name}/computing")
+        mine = [pair for pair in pairs if pair[0] == me]
+        copy = copied(self._state()) if mine else None
+        for pair in mine:
+            self._ends.append(_End(group, pair, lambda channel, pause: send(channel, 1, copy, pause=pause)))
 
     @property
     def streams(self) -> bool:
         """Whether members receive the state in the present view."""
-        return self._stream is not None
-
-    @property
-    def group(self) -> Group | None:
-        """That of the members with the state, if not all have it."""
-        return None if self._stream is None else self._stream.group
-
-    @property
-    def _joining(self) -> Joining | None:
-        return None if self._stream is None else self._stream.joining
+        return self.group is not None or self._receives
 
     @property
     def lag(self) -> int | None:
-        """How many steps this member is behind while it receives the state; None if it computes."""
-        return None if self._joining is None else self._joining.lag
+        """How many steps this member is behind while it receives the state, at least 1 until it has shown that it can commit what
+        it has kept; None if it computes."""
+        return len(self._kept) + (not self._repeated) if self._receives else None
 
     def keep(self) -> bool:
         """A step is committed: keep its averages if this member cannot use them yet."""
-        if self._joining is None or not self.lag:
+        if not self.lag:
             return False
         averages = [None if p.grad is None else p.grad.to("cpu", copy=True) for p in self._replica.parameters]
-        self._joining.keep((averages, self._replica.state.copied_buffers()))
+        self._kept.append((averages, self._replica.state.copied_buffers()))
         return True
 
     def catch_up(self, committed: int, lost: Callable[[], bool]) -> bool:
-        """So many steps are committed: commit some of those that were kept. True: it has the state, for which all have waited."""
-        assert self._joining is not None
-        return self._joining.advance(self._load, lambda kept, behind: self._repeat(kept, committed - behind), lost)
+        """So many steps are committed: take what has come, and commit some of those that were kept. True: it has the state, for
+        which all have waited."""
+        (end,) = self._ends
+        while not self._loaded and len(self._kept) >= self._room and not end.wait(_PAUSE):
+            if lost():
+                raise GroupAborted(_OVER, reason=_OVER)
+        if not self._loaded and end.wait(0.0):
+            self._load(end.result())
+            self._loaded, self._repeated = True, not self._room
+        for _ in range(min(_REPEATED, len(self._kept)) if self._loaded else 0):
+            try:
+                self._repeat(self._kept[0], committed - len(self._kept))
+            except Exception as error:
+                self._fail(f"{type(error).__name__}: {error}")
+                raise GroupAborted(_OVER, reason=_OVER) from error
+            self._kept.popleft()
+            self._repeated = True
+        return self._room < 0
+
+    def begin_again(self) -> None:
+        """This member has caught up, and differs from the others: they are to wait until it has received their state."""
+        self._fail("its state differs from theirs then: is something missing in register=?")
+
+    def _fail(self, why: str) -> None:
+        """It is not exact here to catch up."""
+        self._next_room = -1
+        text = f"update= cannot repeat here what the others have committed ({why})"
+        warnings.warn(f"joining the run: {text}. They wait until this member has received their state.", stacklevel=2)
 
     def _repeat(self, kept: Kept, step: int) -> None:
         gradients, buffers = kept
@@ -268,20 +203,20 @@ class Joins:
         finally:
             runner.weight = weight
 
-    def begin_again(self) -> None:
-        """This member has caught up, and differs from the others: they are to wait until it has received their state."""
-        if self._joining is not None:
-            self._joining.fail("its state differs from theirs then: is something missing in register=?")
-
     def abort(self) -> None:
         """The members change: nothing more is sent. Called by any thread; does not wait."""
-        if self._stream is not None:
-            self._stream.abort()
+        for end in self._ends:
+            end.abort()
+        if (group := self.group) is not None:
+            group.abort(_OVER)
 
     def close(self) -> None:
         """Nothing of the present view is used any more."""
-        before, self._stream = self._stream, None
-        if before is not None:
-            before.close()
-            if before.joining is not None:
-                self._room = before.joining.next_room
+        for end in self._ends:
+            end.abort()
+        if self.group is not None:
+            with suppress(HookError):
+                self.group.close(0.0)
+        self._ends, self.group, self._room = [], None, self._next_room
+        self._receives = self._loaded = self._repeated = False
+        self._kept.clear()

@@ -114,12 +114,9 @@ class TrainedState:
         for name, one in self.registered.items():
             one.load_state_dict(state["registered"][name])
         if "hook" in state:
-            self._load_hook(state["hook"])
+            self.replica.runner.restore(state["hook"], rank=state["hook"]["rank"])  # also what that rank owes
         self.committed = state["committed"]
         self._saved_owners = state.get("slots", [])
-
-    def _load_hook(self, saved: Mapping[str, Any]) -> None:
-        self.replica.runner.restore(saved, rank=saved["rank"])  # also what that rank owes
 
     def _load_as_saved(self, saved: Mapping[int, Mapping[str, Any]], model: Mapping[str, Tensor]) -> None:
         """Tensors of the optimizer, of which torch makes no copies, and changes the dtype to that of the parameter."""
@@ -150,7 +147,7 @@ class TrainedState:
             )
         self._owners = state.get("owners", self._owners)
         if "model" not in state:
-            return self._load_hook(state["hook"])
+            return self.replica.runner.restore(state["hook"], rank=state["hook"]["rank"])
         committed = self.committed
         self.load_state_dict(state)
         self.committed = committed

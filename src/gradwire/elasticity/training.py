@@ -69,13 +69,12 @@ class Training(TrainingSteps):
         self.replica.detach()
 
     def hand_over(self, leaving: bool) -> None:
+        """Some members leave: one that stays takes on what they owe. A collective of the old view."""
         group, runner = self.group, self.replica.runner
         if not self.remembers:
             return
         flags = torch.empty(group.size, dtype=torch.int64, device="cpu")
-        mine = (
-            2 if self.joins.lag and not leaving else int(leaving)
-        )  # one that may have to begin again takes on nothing
+        mine = 2 if self.joins.lag and not leaving else int(leaving)  # one that may have to begin again is no heir
         group.all_gather_into_tensor(flags, torch.tensor([mine], device="cpu"), label="who leaves")
         leavers = [rank for rank in range(group.size) if flags[rank] == 1]
         for rank in leavers:
@@ -92,6 +91,7 @@ class Training(TrainingSteps):
         group.barrier(label="handed over")  # nobody aborts the group before
 
     def follow(self, view: View) -> None:
+        """This view comes next, whether or not its group can be made: called for every view with this member, in order."""
         if (recorder := writer.active) is not None:
             facts = {"epoch": view.epoch, "members": view.members, "step": view.step, "retried": self._retried}
             recorder.describe("view", {**facts, "time": time.time()})
@@ -103,6 +103,7 @@ class Training(TrainingSteps):
             self._owners = share_slots(self.data.slots, [m for m in view.members if m not in idle], before)
 
     def enter(self, view: View, group: Group) -> None:
+        """Use this group; give the state to the fresh members of the view, or receive it."""
         self.joins.close()
         self._use_group(view, group)
         self._tell_what_is_lost(view)
@@ -111,12 +112,12 @@ class Training(TrainingSteps):
         self._take_share()
         self.committed = view.step
         self.joins.enter(view, group)
-        self._take_slots(view)
         if (recorder := writer.active) is not None:
             operation = NO_OPERATION[:2] + (view.epoch,) + NO_OPERATION[3:]
             member, place = group.ledger.events.member(recorder), Place(view.step)
             recorder.put(RecordKind.VIEW, member, operation, nbytes=group.size, place=place)
-        self.entered(view)
+        for fn in list(self.listeners):
+            fn(view)
 
     def _take_share(self) -> None:
         """Take on what the same rank owed in the run before, and those whose number no rank has now."""
@@ -134,8 +135,9 @@ class Training(TrainingSteps):
             self.replica.runner.change_ranks(before, group.size)  # gradients are divided by the number of members
 
     def _bring_state(self, view: View) -> None:
-        """To the fresh members of the view."""
+        """To the fresh members of the view; then all know their slots."""
         self._send_state(donors(view), only=AT_ONCE if self.joins.stream_in(view) else None)
+        self._take_slots(view)
 
     def _send_state(self, pairs: Sequence[tuple[int, int]], *, only: Sequence[str] | None = None) -> None:
         """From one member to another one, in each pair: each of both calls it."""
@@ -151,11 +153,6 @@ class Training(TrainingSteps):
             me = view.members[self.group.rank]
             self.slots = [slot for slot, owner in enumerate(self._owners) if owner == me]
             self.replica.runner.divisor = self.data.slots
-
-    @property
-    def computing(self) -> Group:
-        """The group of the members that have the state."""
-        return self.joins.group or self.group
 
     def catch_up(self, lost: Callable[[], bool]) -> bool:
         """In place of forward and backward, on a member that receives the state. True: the others have waited for it, and it has

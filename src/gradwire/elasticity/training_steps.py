@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradwire.elasticity.device_vote import mark, wait_for
 from gradwire.elasticity.machine import View
-from gradwire.elasticity.saved_states import SavedState
+from gradwire.elasticity.state import SavedState
 from gradwire.elasticity.stream import Joins
 from gradwire.elasticity.trained_state import TrainedState
 from gradwire.errors import UsageError
@@ -49,7 +49,7 @@ class TrainingSteps(TrainedState):
         """What a commit does with the averages."""
         self.slots: list[int] = []
         """Those that this member computes in the present view."""
-        self.entered: Callable[[View], object] = lambda view: None
+        self.listeners: list[Callable[[View], object]] = []
         """Called when this member has entered a view."""
         self.begun_from: list[SavedState] = []
         """Until the first commit, what members saved in the run that this one continues, if the hook remembers or has rounds."""
@@ -139,6 +139,7 @@ class TrainingSteps(TrainedState):
             )
 
     def commit(self) -> None:
+        """Step the optimizer with the averages, unless the device has done that already."""
         behind, self._behind = self._behind, None
         if behind is None and not self.joins.keep():
             self._update()
@@ -162,6 +163,7 @@ class TrainingSteps(TrainedState):
             self.committed, self._updating = now, False
 
     def commit_behind(self, closed: Tensor) -> None:
+        """Step the optimizer unless this flag on the device is 1, and begin the next step. `commit` follows when it was not."""
         fork, self._fork = self._fork, None
         assert fork is not None
         self._behind = _Averaged(fork, [p.grad for p in self._parameters], self._buffers, self._options())
@@ -174,6 +176,7 @@ class TrainingSteps(TrainedState):
         self.open()
 
     def reopen(self) -> None:
+        """The gate was closed: have the averages again, and forget what was begun after them."""
         behind, self._behind = self._behind, None
         if behind is None:
             return
@@ -186,6 +189,7 @@ class TrainingSteps(TrainedState):
             parameter.grad = gradient
 
     def drop(self) -> None:
+        """Have everything as it was when the step began."""
         self.replica.runner.driver.drain(self.group.timeout)
         fork = self._end()
         if fork is None:

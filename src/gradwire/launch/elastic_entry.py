@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,10 @@ from torch import nn
 
 from gradwire.elasticity.deal import Deal
 from gradwire.elasticity.hub import HubClient, Records
+from gradwire.elasticity.quorum import Limits
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
-from gradwire.elasticity.saved_states import Source
-from gradwire.elasticity.state import safetensors
-from gradwire.elasticity.trainer import Limits
+from gradwire.elasticity.state import Source, safetensors
 from gradwire.elasticity.view_groups import ViewGroups
 from gradwire.errors import UsageError
 from gradwire.groups.base import DEFAULT_TIMEOUT
@@ -77,47 +76,42 @@ def elastic(
         run.training.update = update or optimizer.step
         run.training.joins.allowed &= kind != "nccl"  # which has no group of two for tensors of the host
         run.register(**(register or {}))
-        _check_quorum(quorum, run)
-        _check_rescue(rescue)
+        _check_options(run, quorum, rescue)
         if state is not None:
             run.load_state_dict(state)
         groups = ViewGroups(kind, timeout=timeout, **shared_memory_options(environ))
         weakref.finalize(run, groups.close).atexit = False
         connect, me, starters = _hub(environ, min_ranks or 1)
-        limits = replace(_limits(environ, data, min_ranks), patience=patience, quorum=quorum or 0, grace=grace)
-        _warm(groups, connect, starters, {p.dtype for p in model.parameters()})
+        limits = Limits(*_limits(environ, data, min_ranks), starters, patience, quorum or 0, grace)
+        with contextlib.closing(connect()) as records:
+            last = records.last_view()
+        groups.warm(starters if last is None else len(last.members) + 1, {p.dtype for p in model.parameters()})
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, functools.partial(_leave, run, os.getpid()))
         if warm_up is not None:
             run.training.warm_up(warm_up)
-        run.start(me, connect, groups, replace(limits, starters=starters))
+        run.start(me, connect, groups, limits)
         if not run.performer.member.holds:
             raise SystemExit(0)  # training has ended, and the rest of the script is for those that have trained
     return run
 
 
-def _limits(environ: Mapping[str, str], data: Deal | None, min_ranks: int | None) -> Limits:
+def _limits(environ: Mapping[str, str], data: Deal | None, min_ranks: int | None) -> tuple[int, int | None]:
     fewest, _, most = environ.get("GRADWIRE_ELASTIC", "1:").partition(":")
     slots = None if data is None else data.slots
-    return Limits(
-        min_ranks=int(fewest) if min_ranks is None else min_ranks,
-        max_ranks=min(int(most), slots or int(most)) if most else slots,
-    )
+    return int(fewest) if min_ranks is None else min_ranks, min(int(most), slots or int(most)) if most else slots
 
 
-def _check_quorum(quorum: int | None, run: ElasticRun) -> None:
+def _check_options(run: ElasticRun, quorum: int | None, rescue: str | os.PathLike[str] | None) -> None:
     if quorum is not None and (quorum < 1 or run.training.retries):
         raise UsageError(
             f"gw.elastic(quorum={quorum}, hook={run.training.replica.hook!r}): it is a number of members, at least one, at the "
             "end of a round, and only hooks such as diloco() have rounds. Leave it out."
         )
-
-
-def _check_rescue(path: str | os.PathLike[str] | None) -> None:
-    if path is not None:
+    if rescue is not None:
         safetensors()
-        if not Path(path).absolute().parent.is_dir():
-            raise UsageError(f"gw.elastic(rescue={os.fspath(path)!r}): there is no such directory. Make it before.")
+        if not Path(rescue).absolute().parent.is_dir():
+            raise UsageError(f"gw.elastic(rescue={os.fspath(rescue)!r}): there is no such directory. Make it before.")
 
 
 def _leave(run: ElasticRun, process: int, number: int, _: object) -> None:
@@ -126,15 +120,6 @@ def _leave(run: ElasticRun, process: int, number: int, _: object) -> None:
         return run.leave()
     signal.signal(number, signal.SIG_DFL)
     return signal.raise_signal(number)
-
-
-def _warm(
-    groups: ViewGroups, connect: Callable[[], RunRecords], starters: int, dtypes: Collection[torch.dtype]
-) -> None:
-    records = connect()
-    last = records.last_view()
-    records.close()
-    groups.warm(len(last.members) + 1 if last is not None else starters, dtypes)
 
 
 def _hub(environ: Mapping[str, str], min_ranks: int) -> tuple[Callable[[], RunRecords], str, int]:
@@ -157,7 +142,6 @@ def _hub(environ: Mapping[str, str], min_ranks: int) -> tuple[Callable[[], RunRe
         weakref.finalize(connect, records.close)
         return connect, "alone", 1
     host, _, port = environ["GRADWIRE_HUB"].rpartition(":")
-    key = bytes.fromhex(environ.get("GRADWIRE_HUB_KEY", ""))
-    address = (host, int(port))
+    key, address = bytes.fromhex(environ.get("GRADWIRE_HUB_KEY", "")), (host, int(port))
     starters = int(environ.get("GRADWIRE_STARTERS") or 0)
     return lambda: RunRecords(HubClient(address, key=key)), environ["GRADWIRE_MEMBER"], starters

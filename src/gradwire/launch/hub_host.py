@@ -67,10 +67,8 @@ class HubHost:
 
 def serve(fd: int, path: str) -> None:
     """The main function of the process: a hub on the listening socket `fd`, until standard input is closed."""
-    key = bytes.fromhex(sys.stdin.readline())
-    hub = Hub(path, key=key, address=socket.socket(fileno=fd))
+    Hub(path, key=bytes.fromhex(sys.stdin.readline()), address=socket.socket(fileno=fd))  # its threads serve
     sys.stdin.read()
-    del hub
     os._exit(0)
 
 

@@ -17,27 +17,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from gradwire.elasticity.run_records import HubFacts
+
 _MOST = 5
 _MOST_AT_ONE_STEP = 10
 _EARLY = 60.0
 """Seconds after its start within which a death says that the script cannot start."""
-
-
-class HubFacts(NamedTuple):
-    """What the hub knows of a process that has ended."""
-
-    left: bool = False
-    """Whether it has recorded that it leaves."""
-    seen: bool = False
-    """Whether it was in a view."""
-    last: tuple[str, ...] | None = None
-    """The members of the last view; None if there was none."""
-    lost: bool = False
-    """Whether all of these have ended, so that nobody has the state."""
-    ended: bool = False
-    """Whether training has ended."""
-    step: int = 0
-    """How many steps were committed when the last view began."""
 
 
 class Verdict(Enum):
@@ -101,7 +86,7 @@ class Replacement:
         """The places of processes with nothing left to do: spares, and when training has finished, those that are in no view."""
         if not self.finished and self.ranks:
             return []
-        members = None if not self.finished else facts.last
+        members = facts.last.members if self.finished and facts.last is not None else ()
         return [
             number
             for number, place in enumerate(self.places)
@@ -111,10 +96,10 @@ class Replacement:
     def ended(self, number: int, status: int, facts: HubFacts, now: float, *, gave_up: bool = False) -> Decision:
         """The process in this place has ended: its exit code, or the negative number of a signal. `gave_up`: by TooFewMembers."""
         place = self.places[number]
-        out = facts.last is not None and place.member not in facts.last
+        out = facts.last is not None and place.member not in facts.last.members
         place.member = ""
         over = facts.ended or (status == 0 and (self.finished or (not facts.left and not out)))
-        self.finished = over or (facts.left and facts.lost)
+        self.finished = over or (facts.left and facts.lost is not None)
         if over:
             self.died += status != 0
             return Decision(Verdict.FINISHED if status == 0 else Verdict.FAILED if status > 0 else Verdict.DIED)
@@ -125,12 +110,12 @@ class Replacement:
             self.enter(place)
             return Decision(Verdict.LEFT, 0.0)
         self.died += 1
-        early = not facts.seen and now - (place.started or 0.0) < _EARLY
+        early = facts.view is None and now - (place.started or 0.0) < _EARLY
         place.failures = place.failures + 1 if early else 0
         failures = place.failures if facts.last is not None else sum(one.failures for one in self.places)
-        self._stuck = self._stuck + 1 if facts.step == self._step and status > 0 else 0
-        self._step = facts.step
-        if failures >= _MOST or self._stuck >= _MOST_AT_ONE_STEP or facts.lost or (gave_up and not out):
+        before, self._step = self._step, 0 if facts.last is None else facts.last.step
+        self._stuck = self._stuck + 1 if self._step == before and status > 0 else 0
+        if failures >= _MOST or self._stuck >= _MOST_AT_ONE_STEP or facts.lost is not None or (gave_up and not out):
             return Decision(Verdict.FAILED)
         self.replaced += 1
         promoted = None if place.spare else self._promote()
@@ -140,8 +125,7 @@ class Replacement:
 
     def _promote(self) -> int | None:
         """Make a rank of the spare that has run for longest."""
-        running = [(place.started, number) for number, place in enumerate(self.places) if place.spare and place.member]
-        spares = [(started, number) for started, number in running if started is not None]
+        spares = [(p.started, n) for n, p in enumerate(self.places) if p.spare and p.member and p.started is not None]
         if not spares:
             return None
         _, number = min(spares)

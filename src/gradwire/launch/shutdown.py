@@ -131,10 +131,6 @@ class Shutdown:
             if ending.while_starting:
                 self._stop_at = min(self._stop_at, ending.after + NEAR)
 
-    def retire(self, rank: int) -> None:
-        """The run goes on without this rank."""
-        self.running.discard(rank)
-
     def signalled(self, number: signal.Signals, now: float) -> None:
         """The launcher has received a signal and forwarded it."""
         if number in STOPPING and self._stop_at == math.inf:
@@ -287,11 +283,9 @@ def report(
     """
     first = shutdown.first
     if first is not None and len(pids) > 1:
-        shown = [*tails[first.rank]]
-        what = "last output"
+        what, shown = "last output", [*tails[first.rank]]
         if first.error is not None:
-            what = "traceback"
-            shown = first.error.traceback.encode(errors="backslashreplace").splitlines()
+            what, shown = "traceback", first.error.traceback.encode(errors="backslashreplace").splitlines()
         if shown:
             yield from (b"", b"gradwire run: %s of rank %d:" % (what.encode(), first.rank), *shown, b"")
     lines = []

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
@@ -39,7 +38,6 @@ _OTHER_ADDRESS = (
 
 def open_store(world: World, *, timeout: float, meeting: int = 0) -> Store:
     """Open the store of this rank's world. `meeting` is how often the ranks have met before."""
-    deadline = time.monotonic() + timeout
     if world.size > 1 and world.private:
         return _opened(PrivateStore.open(world.private), timeout)
     if world.size == 1 or (address := world.store) is None:
@@ -47,7 +45,7 @@ def open_store(world: World, *, timeout: float, meeting: int = 0) -> Store:
     if address.port == 0:
         return _open_by_mpi(world, address.host, timeout)
     open_at = _host_at if world.rank == 0 and not world.hosted else _connect
-    store = open_at(address, world, deadline, timeout)
+    store = open_at(address, world, timeout)
     if world.attempt:
         store = PrefixStore(f"attempt/{world.attempt}", store)
     purpose, who = f"{address}, attempt {world.attempt or 0}, meeting {meeting}", f"gw.init() on {world}"
@@ -76,7 +74,7 @@ def _open_by_mpi(world: World, host: str, timeout: float) -> Store:
     if world.on_one_host:
         return _opened(mine or PrivateStore.open(text), timeout)
     host, _, port = text.rpartition(":")
-    return mine or _connect(Address(host, int(port)), world, time.monotonic() + timeout, timeout)
+    return mine or _connect(Address(host, int(port)), world, timeout)
 
 
 def _opened(store: Store, timeout: float) -> Store:
@@ -84,31 +82,13 @@ def _opened(store: Store, timeout: float) -> Store:
     return store
 
 
-def _connect(address: Address, world: World, deadline: float, timeout: float) -> Store:
-    _reach(address, world, deadline, timeout)
+def _connect(address: Address, world: World, timeout: float) -> Store:
+    _reach(address, world, timeout)
     return TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=timeout))
 
 
 def broadcast_text(text: str, world: World, *, timeout: float) -> str:
     """Rank 0's `text`, on every rank. Needs mpi4py, built for the MPI whose mpirun is used."""
-    comm = _comm_world(world)
-    if (comm.rank, comm.size) != (world.rank, world.size):
-        raise UsageError(
-            f"gw.init() on {world}: in mpi4py this is rank {comm.rank} of {comm.size}. It was built for another MPI than that of "
-            "this mpirun: use that MPI's mpirun, or set MASTER_ADDR and MASTER_PORT."
-        )
-    message = bytearray(text.encode().ljust(_MPI_LENGTH))
-    request = comm.Ibcast(message, root=0)
-    for _ in _pauses(time.monotonic() + timeout):
-        if request.Test():  # not Wait: it has no deadline
-            return bytes(message).decode().strip()
-    raise CollectiveTimeout(
-        f"gw.init() on {world}: rank 0 has not sent the store's address over MPI within {timeout:.3g} s. "
-        "Check that every rank calls gw.init()."
-    )
-
-
-def _comm_world(world: World) -> Any:
     try:
         from mpi4py import MPI  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
@@ -117,7 +97,21 @@ def _comm_world(world: World) -> Any:
             f"{error}. Install gradwire[mpi], or set MASTER_ADDR and MASTER_PORT to rank 0's host and a free port there: "
             "mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ..."
         ) from error
-    return MPI.COMM_WORLD
+    comm = MPI.COMM_WORLD
+    if (comm.rank, comm.size) != (world.rank, world.size):
+        raise UsageError(
+            f"gw.init() on {world}: in mpi4py this is rank {comm.rank} of {comm.size}. It was built for another MPI than that of "
+            "this mpirun: use that MPI's mpirun, or set MASTER_ADDR and MASTER_PORT."
+        )
+    message = bytearray(text.encode().ljust(_MPI_LENGTH))
+    request = comm.Ibcast(message, root=0)
+    for _ in _pauses(timeout):
+        if request.Test():  # not Wait: it has no deadline
+            return bytes(message).decode().strip()
+    raise CollectiveTimeout(
+        f"gw.init() on {world}: rank 0 has not sent the store's address over MPI within {timeout:.3g} s. "
+        "Check that every rank calls gw.init()."
+    )
 
 
 def _listen(address: Address, world: World) -> socket.socket | None:
@@ -136,10 +130,10 @@ def _listen(address: Address, world: World) -> socket.socket | None:
         return None
 
 
-def _host_at(address: Address, world: World, deadline: float, timeout: float) -> Store:
+def _host_at(address: Address, world: World, timeout: float) -> Store:
     listener = _listen(address, world)
     with on_failure(socket.socket.close, listener) if listener is not None else nullcontext():
-        _reach(address, world, deadline, timeout)  # here too: the name may be wrong, or of another host
+        _reach(address, world, timeout)  # here too: the name may be wrong, or of another host
     try:
         # multi_tenant: torch.distributed may open a store at this address in the same process.
         return TCPStore(
@@ -158,10 +152,10 @@ def _host_at(address: Address, world: World, deadline: float, timeout: float) ->
         ) from error
 
 
-def _reach(address: Address, world: World, deadline: float, timeout: float) -> None:
+def _reach(address: Address, world: World, timeout: float) -> None:
     """Return when something listens at `address`."""
     why: OSError | None = None
-    for left in _pauses(deadline):
+    for left in _pauses(timeout):
         try:
             return socket.create_connection((address.host, address.port), timeout=max(0.1, left)).close()
         except OSError as error:
@@ -172,9 +166,9 @@ def _reach(address: Address, world: World, deadline: float, timeout: float) -> N
     ) from why
 
 
-def _pauses(deadline: float) -> Iterator[float]:
+def _pauses(timeout: float) -> Iterator[float]:
     """Yields the seconds that are left, the last time at the deadline, and sleeps in between."""
-    pause = _FIRST_PAUSE
+    pause, deadline = _FIRST_PAUSE, time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()
         yield left
@@ -200,7 +194,7 @@ def arrive(store: Store, world: World, *, timeout: float) -> None:
     # After a timeout a process may try again: it has been counted.
     if times == 1 and store.add("came", 1) == world.size:
         store.set("complete", "")
-    for _ in _pauses(time.monotonic() + timeout):
+    for _ in _pauses(timeout):
         if store.check(["complete"]):
             return
     came = {rank for rank in range(world.size) if store.check([f"came/{rank}"])}

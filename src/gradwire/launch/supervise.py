@@ -78,10 +78,8 @@ class LaunchSpec:
 class Supervisor:
     """The loop around the ranks of a run. `supervise_elastic.py` replaces those that end."""
 
-    _replaces = False
-    """Whether further ranks are started later."""
     _launcher = ""
-    """Its name in an elastic run."""
+    """Its name in an elastic run, where further ranks are started later."""
     _popen: Start = subprocess.Popen
     """Starts processes."""
 
@@ -121,7 +119,7 @@ class Supervisor:
         if self._run.store is not None:  # connections wait for it
             self._run.store.start(self._popen)
             self._selector.register(self._run.store.ended, _READABLE, self._check_store)
-        if preload is not None and not self._replaces:
+        if preload is not None and not self._launcher:
             preload.close()
 
     def _start_all(self) -> None:

@@ -20,13 +20,13 @@ from typing import Any
 
 from gradwire.elasticity.hub import Address
 from gradwire.elasticity.machine import View
-from gradwire.elasticity.run_records import RunRecords
+from gradwire.elasticity.run_records import HubFacts, RunRecords
 from gradwire.errors import TooFewMembers
 from gradwire.launch.chaos_schedule import FAULTS, ChaosSchedule
 from gradwire.launch.environment import MEMBER, STARTERS
 from gradwire.launch.hub_host import HubCalls, HubHost, host_and_port
 from gradwire.launch.process import RankProcess
-from gradwire.launch.replacement import HubFacts, Replacement, Verdict
+from gradwire.launch.replacement import Replacement, Verdict
 from gradwire.launch.screen import RankStream
 from gradwire.launch.shutdown import Ending, described
 from gradwire.launch.supervise import COMPANIONS, LaunchSpec, Supervisor
@@ -49,6 +49,7 @@ class ElasticPlan:
     """How the members of a run may change, and the hub where they are recorded."""
 
     min_ranks: int
+    """0 if the run was begun by another launcher."""
     limits: str
     """The least and the largest number of ranks of the whole run, as `2:8`."""
     address: Address
@@ -57,16 +58,12 @@ class ElasticPlan:
     """The hub, if it is this launcher's own."""
     spares: int = 0
     """How many of the environments, the last ones, are of spares."""
-    joins: bool = False
-    """Whether the run was begun by another launcher."""
     chaos: ChaosSchedule | None = None
     """Faults to inject."""
 
 
 class ElasticSupervisor(Supervisor):
     """The loop around processes that come and go, each in a place with the number of a rank."""
-
-    _replaces = True
 
     def __init__(self, run: LaunchSpec, plan: ElasticPlan) -> None:
         super().__init__(run)
@@ -102,7 +99,7 @@ class ElasticSupervisor(Supervisor):
             self._selector.unregister(store.ended)  # an elastic run does not end with it
 
     def _start_all(self) -> None:
-        starters = 0 if self._plan.joins else self._members.ranks
+        starters = self._members.ranks if self._plan.min_ranks else 0
         for number, place in enumerate(self._members.places):
             self._begin(number) if place.spare else self._start_member(number, starters)
 
@@ -141,7 +138,8 @@ class ElasticSupervisor(Supervisor):
         if (ending := self._undecided.pop(number, None)) is None:
             return
         places = self._members.places
-        facts = facts._replace(lost=facts.lost and self._suspended.isdisjoint(facts.last or ()))
+        if facts.lost is not None and not self._suspended.isdisjoint(facts.lost.members):
+            facts = facts._replace(lost=None)
         member, lived = places[number].member, ending.after - (places[number].started or 0.0)
         gave_up = ending.error is not None and ending.error.name == TooFewMembers.__name__
         verdict, delay, promoted = self._members.ended(number, ending.status, facts, ending.after, gave_up=gave_up)
@@ -157,7 +155,7 @@ class ElasticSupervisor(Supervisor):
             self._note(member, verdict.value, f"rank {number} ({member}) {what}")
             self._part_with(number)
             if delay is None:
-                self._shutdown.retire(number)
+                self._shutdown.running.discard(number)
             else:
                 self._timers[number] = self._now + delay, self._begin
         for other in self._members.dispensable(facts):
@@ -171,7 +169,7 @@ class ElasticSupervisor(Supervisor):
     def _give_up_place(self, number: int) -> None:
         self._timers.pop(number, None)
         self._members.places[number].member = ""
-        self._shutdown.retire(number)
+        self._shutdown.running.discard(number)
         if number in self._ranks:
             self._part_with(number)
 
@@ -203,7 +201,10 @@ class ElasticSupervisor(Supervisor):
     def _look(self) -> None:
         super()._look()
         now = self._now
-        if self._shutdown.has_begun or self._is_without_hub(now):
+        late = {number for number, ending in self._undecided.items() if now > ending.after + self._run.grace}
+        if self._shutdown.has_begun or (
+            late and self._shutdown.running <= late
+        ):  # the hub does not answer, and all have ended
             for number in self._shutdown.running - self._ranks.keys():
                 self._give_up_place(number)
             for number in list(self._undecided):
@@ -217,11 +218,6 @@ class ElasticSupervisor(Supervisor):
             self._release()
             if (chaos := self._plan.chaos) is not None and not (self._shutdown.has_begun or self._members.finished):
                 self._inject_faults(chaos)
-
-    def _is_without_hub(self, now: float) -> bool:
-        """Whether all ranks have ended, and the hub does not answer what has become of them."""
-        late = {number for number, ending in self._undecided.items() if now > ending.after + self._run.grace}
-        return bool(late) and self._shutdown.running <= late
 
     def _check_stopped(self) -> None:
         """A process that is stopped at two looks is gone; when it continues, it is not, unless the others have gone on by then."""
@@ -307,8 +303,6 @@ def _how(ending: Ending, lived: float) -> str:
 
 
 def _record_end(member: str, run: RunRecords) -> HubFacts:
-    """Record that a process has ended, and read what the hub knows of it."""
+    """Record that a process has ended, and return what the hub knows of it."""
     run.mark(member, gone=True)
-    last, lobby, seen = run.last_view(), run.lobby(member), run.last_view(member) is not None
-    members, step = (None, 0) if last is None else (last.members, last.step)
-    return HubFacts(run.has_left(member), seen, members, lobby.lost is not None, lobby.ended, step)
+    return run.facts(member)

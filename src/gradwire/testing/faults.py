@@ -97,7 +97,7 @@ class Chaos:
         return None
 
     def _watch(self, performer: Performer) -> None:
-        training = cast(Training, performer._trainer)
+        training = performer.training
 
         def wrap(owner: Any, name: str, place: str | Callable[..., str], when: str = "") -> None:
             """Let every call of this method visit the place."""
@@ -127,7 +127,7 @@ class Chaos:
     def _draw(self, performer: Performer, place: str, when: str) -> dict[str, Any]:
         """The fault that fires at this visit, or one that never does. See Note [What a draw depends on]."""
         member = performer.member
-        step = member.step if place in ("join", "hub write") else cast(Training, performer._trainer).committed
+        step = member.step if place in ("join", "hub write") else performer.training.committed
         at, visit = self._visits.get((member.me, place), (-1, 0))
         visit = visit + 1 if at == step else 0
         self._visits[member.me, place] = step, visit

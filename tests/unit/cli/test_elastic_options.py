@@ -54,11 +54,11 @@ def test_a_run_begins_once_at_a_hub_and_others_join_it(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no run has begun at this hub"):
         elastic_plan(joins, tmp_path)
     plan = elastic_plan(begins, tmp_path)
-    assert (plan.limits, plan.min_ranks, plan.joins, plan.hub) == ("2:8", 2, False, None)
+    assert (plan.limits, plan.min_ranks, plan.hub) == ("2:8", 2, None)
     with pytest.raises(UsageError, match="has the records of a run already"):
         elastic_plan(begins, tmp_path)
     plan = elastic_plan(joins, tmp_path)
-    assert (plan.limits, plan.min_ranks, plan.joins, plan.spares) == ("2:8", 0, True, 1)
+    assert (plan.limits, plan.min_ranks, plan.spares) == ("2:8", 0, 1)
     assert elastic_variables(plan)["GRADWIRE_HUB_KEY"] == key.hex()
     hub.close()
     (tmp_path / "key").chmod(0o644)

@@ -258,12 +258,12 @@ def test_what_members_and_launchers_record(hub: Hub) -> None:
     assert run.look(1)[1] == HubState({}, frozenset("b"))
     assert RunRecords(hub.records).look(1) == run.look(1)
     assert run.propose(View(2, ("a",), 4)) == run.last_view()
-    assert run.last_view("c") == following  # which it has to enter to find that it is out
-    assert run.last_view("d") is None
+    assert run.facts("c").view == following  # which it has to enter to find that it is out
+    assert run.facts("d").view is None
     run.hold("s", spare=False)
     assert run.look(1)[1].lobby == ("s",)
     run.leave("s")
-    assert run.has_left("s") > run.has_left("a")
+    assert run.facts("s").left > run.facts("a").left
 
 
 def test_a_look_reads_only_what_is_new(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from gradwire.elasticity.hub import Hub, HubClient
-from gradwire.elasticity.hub_store import HubStore
+from gradwire.elasticity.view_groups import HubStore
 from gradwire.errors import GroupError
 from gradwire.groups.c10d import C10dGroup
 

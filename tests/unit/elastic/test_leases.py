@@ -91,14 +91,14 @@ def test_ranks_of_a_silent_launcher_are_gone_until_it_is_heard_again(hub: Hub) -
     pass_time(hub._leases, clock, 2 * LEASE, "node1-aa")
     wait_until(lambda: run.look(0)[1].gone, "the hub has looked at the leases")
     assert run.look(0)[1].gone == {"node2-bb-0", "node2-bb-1"}
-    assert run.lobby("node2-bb-1").here == ()
+    assert run.facts("node2-bb-1").here == ()
     assert "silent/node3-cc" not in hub.records.values  # it has ended
     run.mark("node1-aa-0", gone=True)
-    assert run.lobby("node2-bb-1").lost is None  # it may be back
+    assert run.facts("node2-bb-1").lost is None  # it may be back
     run.mark("node2-bb-0", gone=True)
-    assert run.lobby("node2-bb-1").lost == view
+    assert run.facts("node2-bb-1").lost == view
     for _ in range(2):
         client.call("beat", "node2-bb")
-    wait_until(lambda: run.lobby("node2-bb-1").here, "the hub has looked at the leases")
+    wait_until(lambda: run.facts("node2-bb-1").here, "the hub has looked at the leases")
     assert run.look(0)[1].gone == {"node1-aa-0", "node2-bb-0"}
     client.close()

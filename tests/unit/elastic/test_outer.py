@@ -15,10 +15,10 @@ from torch import Tensor
 import gradwire as gw
 from gradwire import hooks
 from gradwire.elasticity.outer import OuterTraining
+from gradwire.elasticity.quorum import Limits
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.state import save
-from gradwire.elasticity.trainer import Limits
 from gradwire.errors import HookError, TooFewMembers, UsageError
 from helpers.elastic_threads import STEPS, Killed, Threads, at, deal, make_model, replaced
 from helpers.waiting import wait_until

@@ -28,10 +28,10 @@ from gradwire import hooks
 from gradwire.elasticity.hub import Records
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.performer import Performer
+from gradwire.elasticity.quorum import Limits
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.state import load, pack, save, unpack
-from gradwire.elasticity.trainer import Limits
 from gradwire.errors import (
     Evicted,
     GroupError,

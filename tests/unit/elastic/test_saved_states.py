@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gradwire import hooks
+from gradwire.elasticity.quorum import Limits
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
-from gradwire.elasticity.saved_states import SavedState
-from gradwire.elasticity.trainer import Limits
+from gradwire.elasticity.state import SavedState
 from gradwire.errors import ReplicasDiverged, TooFewMembers, UsageError
 from gradwire.hooks.state import add_owed
 from helpers.elastic_threads import DATA, STEPS, Killed, Threads, make_model
@@ -47,7 +47,7 @@ class Saving(Threads):
             run.data = run.training.data = None
         if (state := self.states(me)) is not None:
             run.load_state_dict(state)
-        run.training.entered = lambda view: self.began.update({me: self.states_of(me)}) if view.begins else None
+        run.training.listeners.append(lambda view: view.begins and self.began.update({me: self.states_of(me)}))
         run.rescue, commit = self.path / "rescued", run.commit
 
         def save() -> bool:

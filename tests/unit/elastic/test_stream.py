@@ -55,8 +55,7 @@ class Streams(Threads):
     def behind(self, name: str = "joiner") -> int:
         """How many steps this joiner has kept."""
         run = self.runs.get(name)
-        joining = None if run is None else run.training.joins._joining
-        return -1 if joining is None else len(joining._kept)
+        return -1 if run is None or run.training.joins.lag is None else len(run.training.joins._kept)
 
     def join(self, *, dead: str = "", expected: bool = True) -> Streams:
         super().join()

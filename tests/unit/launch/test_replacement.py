@@ -1,6 +1,10 @@
 """Which ranks of an elastic run are replaced, and by whom."""
 
-from gradwire.launch.replacement import Decision, HubFacts, Replacement, Verdict
+from typing import Any
+
+from gradwire.elasticity.machine import View
+from gradwire.elasticity.run_records import HubFacts
+from gradwire.launch.replacement import Decision, Replacement, Verdict
 
 DIED = Decision(Verdict.DIED, 0.0)
 
@@ -12,15 +16,21 @@ def started(**options: int) -> Replacement:
     return made
 
 
-def facts(made: Replacement, **known: bool) -> HubFacts:
-    return HubFacts(seen=True, last=tuple(place.member for place in made.places if not place.spare), **known)
+def known(*members: str, seen: bool = True, lost: bool = False, step: int = 0, **more: bool) -> HubFacts:
+    """Of a process that was in a view, if it was `seen`; the last one has these members."""
+    last = View(1, members, step)
+    return HubFacts(view=last if seen else None, last=last, lost=last if lost else None, **more)
+
+
+def facts(made: Replacement, **more: Any) -> HubFacts:
+    return known(*(place.member for place in made.places if not place.spare), **more)
 
 
 def test_a_rank_that_dies_is_replaced_by_a_process_with_another_id_or_by_a_spare() -> None:
     made = started()
     assert [made.ended(1, -9, facts(made), 5.0) for _ in range(20)] == 20 * [DIED]
     assert [place.member for place in made.places] == ["h-1-0", "h-1-22", "h-1-2"]
-    assert made.ended(0, 0, HubFacts(seen=True, last=("h-1-22", "h-1-2")), 5.0) == DIED  # it was left out
+    assert made.ended(0, 0, known("h-1-22", "h-1-2"), 5.0) == DIED  # it was left out
     assert (made.died, made.replaced) == (21, 21)
     made = started(spares=2)
     made.places[3].started = 7.0
@@ -34,19 +44,17 @@ def test_a_rank_that_dies_is_replaced_by_a_process_with_another_id_or_by_a_spare
 def test_one_that_finishes_or_leaves_is_not_replaced() -> None:
     made = started(spares=1)
     made.enter(made.places[2])  # the others have not let it in yet
-    known = HubFacts(seen=True, last=("h-1-0", "h-1-1"), ended=True)
-    assert made.ended(0, 0, known, 90.0) == Decision(Verdict.FINISHED)
-    assert made.dispensable(known) == [2, 3]
-    assert made.ended(1, -9, known, 90.0) == Decision(Verdict.DIED)
-    assert made.ended(2, 1, known, 90.0) == Decision(Verdict.FAILED)
+    over = known("h-1-0", "h-1-1", ended=True)
+    assert made.ended(0, 0, over, 90.0) == Decision(Verdict.FINISHED)
+    assert made.dispensable(over) == [2, 3]
+    assert made.ended(1, -9, over, 90.0) == Decision(Verdict.DIED)
+    assert made.ended(2, 1, over, 90.0) == Decision(Verdict.FAILED)
     made = started(min_ranks=2)
     assert made.ended(0, 0, facts(made, left=True), 5.0) == Decision(Verdict.LEFT)
     assert made.ended(1, 0, facts(made, left=True), 5.0) == Decision(Verdict.LEFT, 0.0)  # else too few would remain
     assert (made.ranks, made.left, made.died) == (2, 2, 0)
     made = started(min_ranks=2)
-    assert made.ended(0, 1, facts(made, ended=True), 5.0) == Decision(
-        Verdict.FAILED
-    )  # e.g. it could not save the model
+    assert made.ended(0, 1, facts(made, ended=True), 5.0).verdict is Verdict.FAILED  # e.g. it could not save the model
     made = started(min_ranks=2)
     ended = [made.ended(number, 0, facts(made, left=True, lost=number == 2), 5.0) for number in range(3)]
     assert ended[2] == Decision(Verdict.LEFT)  # all were told to leave
@@ -57,7 +65,7 @@ def test_a_rank_that_has_waited_too_long_is_not_replaced() -> None:
     made = started()
     assert made.ended(1, 1, facts(made), 90.0, gave_up=True) == Decision(Verdict.FAILED)
     made = started()
-    others = HubFacts(seen=True, last=("h-1-0", "h-1-2"))  # have gone on without it
+    others = known("h-1-0", "h-1-2")  # have gone on without it
     assert made.ended(1, 1, others, 90.0, gave_up=True) == DIED
 
 
@@ -71,19 +79,19 @@ def test_a_rank_that_ends_early_without_an_error_does_not_end_the_run() -> None:
 
 def test_exceptions_without_a_step_in_between_end_the_run() -> None:
     made = started()
-    found = [made.ended(number % 3, 1, facts(made)._replace(step=7), 90.0).verdict for number in range(11)]
+    found = [made.ended(number % 3, 1, facts(made, step=7), 90.0).verdict for number in range(11)]
     assert found == [*[Verdict.DIED] * 10, Verdict.FAILED]
     made = started()
     for step in range(30):
-        assert made.ended(0, 1, facts(made)._replace(step=step), 90.0) == DIED
-        assert made.ended(0, -9, facts(made)._replace(step=step), 90.0) == DIED  # as Chaos does
+        assert made.ended(0, 1, facts(made, step=step), 90.0) == DIED
+        assert made.ended(0, -9, facts(made, step=step), 90.0) == DIED  # as Chaos does
 
 
 def test_processes_that_cannot_start_are_given_up_after_pauses() -> None:
-    made, known = started(), HubFacts(last=("h-1-0", "h-1-1"))
-    assert [made.ended(2, 1, known, 5.0).delay for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, None]
+    made, others = started(), known("h-1-0", "h-1-1", seen=False)
+    assert [made.ended(2, 1, others, 5.0).delay for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, None]
     made = started()  # before the first view those of all places count
     assert [made.ended(number, 1, HubFacts(), 1.0).delay for number in (0, 1, 2, 0, 1)] == [0.0, 0.0, 0.0, 1.0, None]
-    assert made.ended(2, 1, HubFacts(seen=True, last=()), 5.0) == DIED  # only deaths in a row count
-    assert made.ended(2, 1, HubFacts(last=()), 5.0) == DIED
-    assert made.ended(0, 1, HubFacts(seen=True, last=("h-1-0",), lost=True), 5.0) == Decision(Verdict.FAILED)
+    assert made.ended(2, 1, known(), 5.0) == DIED  # only deaths in a row count
+    assert made.ended(2, 1, known(seen=False), 5.0) == DIED
+    assert made.ended(0, 1, known("h-1-0", lost=True), 5.0) == Decision(Verdict.FAILED)
