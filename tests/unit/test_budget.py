@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "gradwire"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-CODE_LINES = 37_120
-PHYSICAL_LINES = 53_730
+CODE_LINES = 36_710
+PHYSICAL_LINES = 52_910
 SHARE_OF_TEXT = 0.28
 TEST_LINES = 57_190
 
