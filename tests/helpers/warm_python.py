@@ -7,9 +7,11 @@ it does not have is an interpreter that was started for it; tests of that start 
 
 import fcntl
 import functools
+import importlib.util
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,10 +19,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from gradwire.lab import Host
-from gradwire.runtime.fork_server import EXIT_LIMIT, ForkedProcess
 from gradwire.testing import mpi as mpirun
 from gradwire.testing.pool.process import default_server
 from gradwire.testing.pool.protocol import MESSAGE_LIMIT
@@ -75,6 +76,8 @@ PRELOADED = (
     "gradwire.launch", "gradwire.cli.run", "helpers.forked_python", "helpers.compiled_loops",
 )  # fmt: skip
 """What the server imports before what ranks of `run_ranks` need."""
+PROGRAM = "import sys; sys.path.insert(0, {0!r}); sys.argv[0] = {1!r}; __file__ = {2!r}; exec(compile({3!r}, __file__, 'exec'))"
+"""Code of a file, or of the command line."""
 
 
 class WarmProcess:
@@ -83,7 +86,7 @@ class WarmProcess:
     stdin: IO[str] | None = None
     stdout: IO[str] | None = None
 
-    def __init__(self, process: ForkedProcess, outputs: Sequence[int] = ()) -> None:
+    def __init__(self, process: Any, outputs: Sequence[int] = ()) -> None:
         self.pid, self.poll = process.pid, process.poll
         self._process = process
         self._outputs = list(outputs)
@@ -91,7 +94,8 @@ class WarmProcess:
     @property
     def returncode(self) -> int | None:
         """The exit status, if it is known."""
-        return self._process.returncode
+        status: int | None = self._process.returncode
+        return status
 
     def communicate(self, timeout: float = MESSAGE_LIMIT) -> tuple[str, str]:
         """What it wrote on stdout and stderr and nobody has read, once it has ended; nothing when asked again."""
@@ -105,11 +109,9 @@ class WarmProcess:
             self.stdout.close()
         return (said[0], without_leaks_of_triton(said[1])) if said else ("", "")
 
-    def wait(self, timeout: float = EXIT_LIMIT) -> int:
+    def wait(self, timeout: float = MESSAGE_LIMIT) -> int:
         """The exit status; raises if the process does not end in time."""
-        status = self.poll(timeout)
-        if status is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        status: int = self._process.wait(max(0.0, timeout))
         return status
 
     def send_signal(self, number: int) -> None:
@@ -143,9 +145,12 @@ class WarmPython:
 
     def __init__(self) -> None:
         self.server = default_server()
-        self.server.preload[:0] = PRELOADED
-        self.server.path.append(str(Path(__file__).parents[1]))  # where `helpers` and `detection` are
+        self.server.modules[:0] = filter(importlib.util.find_spec, PRELOADED)
+        where = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]  # where `helpers` and `detection` are
+        self.server.settings["PYTHONPATH"] = ":".join(filter(None, where))
         self._folder = ""
+        self._started: set[int] = set()
+        self._door: WarmProcess | None = None
 
     def start(
         self,
@@ -156,11 +161,19 @@ class WarmPython:
         path: str = "<string>",
         capture: bool = False,
     ) -> WarmProcess:
-        """As `ForkServer.start`, by default with the output of this process; with `capture`, `communicate` returns it."""
+        """Run `code` as `python -c` would, or as the file `path`, with `env` added to the environment.
+
+        Its output is that of this process; with `capture`, `communicate` returns it. `fds` become its standard streams.
+        """
+        self._open_door()
         outputs = [_output(name) for name in ("stdout", "stderr")] if capture else []
-        with open(os.devnull) as nothing:
-            streams = fds or (nothing.fileno(), *(outputs or (1, 2)))
-            return WarmProcess(self.server.start(code, *args, fds=streams, env=env or {}, path=path), outputs)
+        stdin, stdout, stderr = fds or (subprocess.DEVNULL, *(outputs or (None, None)))
+        where, name = ("", "-c") if path == "<string>" else (os.path.dirname(os.path.abspath(path)), path)
+        command = [sys.executable, "-c", PROGRAM.format(where, name, path, code), *args]
+        environ = {**os.environ, **(env or {})}
+        process = self.server.start(command, env=environ, stdin=stdin, stdout=stdout, stderr=stderr)
+        self._started.add(process.pid)
+        return WarmProcess(process, outputs)
 
     def talk(self, code: str, *args: str, path: str = "<string>") -> WarmProcess:
         """Run `code` in a new process whose standard input and output are pipes, its `stdin` and `stdout`.
@@ -215,19 +228,36 @@ class WarmPython:
         return done
 
     def open_door(self) -> None:
-        """Let ranks under mpirun be forks, too: `fork_client.py` asks the server for them."""
+        """Let ranks under mpirun be forks, too: `fork_client.py` asks a fork of the server for them."""
         self._folder = tempfile.mkdtemp(prefix="gradwire-forks-")
-        os.environ[ADDRESS] = self.server.address = f"{self._folder}/socket"
+        os.environ[ADDRESS] = f"{self._folder}/socket"
         plain = mpirun.command
 
         @functools.wraps(plain)
         def command(mpirun: str, ranks: int) -> list[str]:
-            self.server.run()
+            self._open_door()
             return [*plain(mpirun, ranks), *FORK_CLIENT]
 
         mpirun.command = command
 
+    def _open_door(self) -> None:
+        if self._folder and not os.path.exists(address := f"{self._folder}/socket"):
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(address)
+                listener.listen(64)
+                self._door = self.start("from helpers.fork_client import serve; serve()", fds=(listener.fileno(), 1, 2))
+
     def close(self) -> None:
         """Remove the socket. The server ends with the pool."""
+        if self._door is not None:
+            self._door.kill()
         if self._folder:
             shutil.rmtree(self._folder)
+
+    def keeps_process(self, pid: int) -> bool:
+        """Whether `pid` was started here."""
+        return pid in self._started
+
+    def keeps_descriptor(self, fd: int) -> bool:
+        """What `capture` opens is the test's."""
+        return False
