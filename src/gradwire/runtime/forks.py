@@ -164,7 +164,7 @@ class ForkServer:
             self._control.close()
             self._process.kill()
             self._process.wait()
-            self._process, self.reason = None, self.reason or _ENDED
+            self._process = None
 
     def keeps_process(self, pid: int) -> bool:
         """Whether `pid` is the server."""
