@@ -8,6 +8,7 @@ it does not have is an interpreter that was started for it; tests of that start 
 import fcntl
 import functools
 import importlib.util
+import io
 import os
 import shutil
 import signal
@@ -19,9 +20,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
 
 from gradwire.lab import Host
+from gradwire.runtime.forks import ForkedChild
 from gradwire.testing import mpi as mpirun
 from gradwire.testing.pool.process import default_server
 from gradwire.testing.pool.protocol import MESSAGE_LIMIT
@@ -44,6 +45,7 @@ from gradwire.testing.pool import pool
 pool.default_server = lambda: None
 popen = subprocess.Popen
 subprocess.Popen = lambda args, **how: (Forked if args[0] == sys.executable else popen)(args, **how)
+from gradwire.runtime.forks import ForkedChild
 from gradwire.testing import mpi as mpirun
 mpirun.command = lambda mpirun, ranks, plain=mpirun.command: [*plain(mpirun, ranks), *{client}]
 """.replace("{client}", repr(FORK_CLIENT))
@@ -80,26 +82,17 @@ PROGRAM = "import sys; sys.path.insert(0, {0!r}); sys.argv[0] = {1!r}; __file__ 
 """Code of a file, or of the command line."""
 
 
-class WarmProcess:
-    """A child of the server, with what it writes."""
+class WarmProcess(ForkedChild):
+    """A child that the server has forked, with what it writes."""
 
-    stdin: IO[str] | None = None
-    stdout: IO[str] | None = None
-
-    def __init__(self, process: Any, outputs: Sequence[int] = ()) -> None:
-        self.pid, self.poll = process.pid, process.poll
-        self._process = process
+    def __init__(self, child: ForkedChild, outputs: Sequence[int] = ()) -> None:
+        super().__init__(child.pid, {})
+        self.stdin, self.stdout = (pipe and io.TextIOWrapper(pipe) for pipe in (child.stdin, child.stdout))
         self._outputs = list(outputs)
-
-    @property
-    def returncode(self) -> int | None:
-        """The exit status, if it is known."""
-        status: int | None = self._process.returncode
-        return status
 
     def communicate(self, timeout: float = MESSAGE_LIMIT) -> tuple[str, str]:
         """What it wrote on stdout and stderr and nobody has read, once it has ended; nothing when asked again."""
-        self.wait(timeout)
+        self.wait(max(0.0, timeout))
         said = [os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace") for fd in self._outputs]
         while self._outputs:
             os.close(self._outputs.pop())
@@ -108,11 +101,6 @@ class WarmProcess:
             self.stdin.close()
             self.stdout.close()
         return (said[0], without_leaks_of_triton(said[1])) if said else ("", "")
-
-    def wait(self, timeout: float = MESSAGE_LIMIT) -> int:
-        """The exit status; raises if the process does not end in time."""
-        status: int = self._process.wait(max(0.0, timeout))
-        return status
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, if it still runs."""
@@ -172,6 +160,7 @@ class WarmPython:
         command = [sys.executable, "-c", PROGRAM.format(where, name, path, code), *args]
         environ = {**os.environ, **(env or {})}
         process = self.server.start(command, env=environ, stdin=stdin, stdout=stdout, stderr=stderr)
+        assert isinstance(process, ForkedChild), self.server.reason
         self._started.add(process.pid)
         return WarmProcess(process, outputs)
 
@@ -180,16 +169,9 @@ class WarmPython:
 
         `communicate` returns the rest of what it wrote, and closes both.
         """
-        theirs_in, ours_in = os.pipe()
-        ours_out, theirs_out = os.pipe()
         errors = os.memfd_create("stderr")
-        try:
-            process = self.start(code, *args, fds=(theirs_in, theirs_out, errors), path=path)
-        finally:
-            os.close(theirs_in)
-            os.close(theirs_out)
+        process = self.start(code, *args, fds=(subprocess.PIPE, subprocess.PIPE, errors), path=path)
         process._outputs.append(errors)
-        process.stdin, process.stdout = open(ours_in, "w"), open(ours_out)  # noqa: SIM115
         return process
 
     def run(self, code: str, *args: str, timeout: float) -> subprocess.CompletedProcess[str]:
@@ -255,9 +237,7 @@ class WarmPython:
             shutil.rmtree(self._folder)
 
     def keeps_process(self, pid: int) -> bool:
-        """Whether `pid` was started here."""
         return pid in self._started
 
     def keeps_descriptor(self, fd: int) -> bool:
-        """What `capture` opens is the test's."""
         return False

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, BinaryIO
 
 from gradwire.runtime import FORK_SERVER
@@ -46,12 +46,12 @@ class ForkedChild:
     def poll(self, limit: float | None = 0.0) -> int | None:
         """The exit status as `subprocess` has it, if the process ends within `limit` seconds; it is then reaped."""
         if self.returncode is None:
-            ended = os.pidfd_open(self.pid)
             try:
-                if select.select([ended], [], [], limit)[0]:
-                    self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            finally:
-                os.close(ended)
+                with open(os.pidfd_open(self.pid), "rb", buffering=0) as ended:
+                    if select.select([ended], [], [], limit)[0]:
+                        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            except (ProcessLookupError, ChildProcessError):  # reaped elsewhere: `subprocess` assumes 0, too
+                self.returncode = 0
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -97,8 +97,10 @@ class ForkServer:
 
     def receive(self) -> None:
         """Wait until the server is ready, or cannot fork."""
-        answer = self._control.recv(_CHUNK)
-        self.reason = "" if answer == READY else answer.decode() or _ENDED
+        self.reason = _ENDED
+        with suppress(OSError):
+            answer = self._control.recv(_CHUNK)
+            self.reason = "" if answer == READY else answer.decode() or _ENDED
 
     def can_fork(self) -> bool:
         """Whether the server can fork; it is started if it was not."""
@@ -147,15 +149,13 @@ class ForkServer:
 
     def _fork(self, request: Mapping[str, object], fds: Sequence[int]) -> int:
         """The process that the server has forked; 0 if it cannot."""
-        try:
-            if self.can_fork():
-                with _adopting_orphans():
-                    ask(self._control, request, fds)
-                    if pid := self._control.recv(100):
-                        return int(pid)
-                self.reason = _ENDED
-        except OSError:
+        if self.can_fork():
             self.reason = _ENDED
+            with suppress(OSError), _adopting_orphans():
+                ask(self._control, request, fds)
+                if pid := self._control.recv(100):
+                    self.reason = ""
+                    return int(pid)
         return 0
 
     def close(self) -> None:
