@@ -62,17 +62,17 @@ def serve() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with the process of the tests
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for a rank
     listener = socket.socket(fileno=0)
-    client, _ = listener.accept()
-    while os.fork():
-        client.close()
+    while True:
         client, _ = listener.accept()
+        if not os.fork():
+            break
+        client.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, fds = next_request(client)
     if rank := os.fork():
         client.send(str(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])).encode())
         os._exit(0)
     client.close()
-    listener.detach()
     become(fds, range(len(fds)), request["env"])
     os.chdir(request["cwd"])
     exec(*program(request["argv"]))

@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import io
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -34,6 +33,15 @@ FORK_CLIENT = [sys.executable, "-I", "-S", fork_client.__file__]
 GRADWIRE_RUN = "from helpers.forked_python import launch; launch()"
 """`gradwire run` with the arguments of the process, and ranks that are forks of it. They end by `os._exit`, after exit handlers."""
 
+FORKING_RUN = """
+import sys
+from gradwire.cli import main, run
+from gradwire.launch import preload
+preload.MODULES = ("decimal",)
+run.why_not_preload = lambda source: ""
+sys.exit(main())
+"""
+"""`gradwire run` with ranks that are forks, of a process that has not imported torch, which takes seconds."""
 FORKED_RANKS = """
 import subprocess, sys
 from helpers.forked_python import ForkedPython
@@ -113,10 +121,6 @@ class WarmProcess(ForkedChild):
         self.send_signal(signal.SIGKILL)
         self.wait()
 
-    def terminate(self) -> None:
-        """Ask it to end, if it still runs."""
-        self.send_signal(signal.SIGTERM)
-
 
 def _output(name: str) -> int:
     """A file in memory for the output of a process and its children, which may write at the same time.
@@ -136,9 +140,8 @@ class WarmPython:
         self.server.modules[:0] = filter(importlib.util.find_spec, PRELOADED)
         where = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]  # where `helpers` and `detection` are
         self.server.settings["PYTHONPATH"] = ":".join(filter(None, where))
-        self._folder = ""
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._started: set[int] = set()
-        self._door: WarmProcess | None = None
 
     def start(
         self,
@@ -211,8 +214,6 @@ class WarmPython:
 
     def open_door(self) -> None:
         """Let ranks under mpirun be forks, too: `fork_client.py` asks a fork of the server for them."""
-        self._folder = tempfile.mkdtemp(prefix="gradwire-forks-")
-        os.environ[ADDRESS] = f"{self._folder}/socket"
         plain = mpirun.command
 
         @functools.wraps(plain)
@@ -223,18 +224,19 @@ class WarmPython:
         mpirun.command = command
 
     def _open_door(self) -> None:
-        if self._folder and not os.path.exists(address := f"{self._folder}/socket"):
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="gradwire-forks-")
+            os.environ[ADDRESS] = f"{self._folder.name}/socket"
             with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(address)
+                listener.bind(os.environ[ADDRESS])
                 listener.listen(64)
                 self._door = self.start("from helpers.fork_client import serve; serve()", fds=(listener.fileno(), 1, 2))
 
     def close(self) -> None:
         """Remove the socket. The server ends with the pool."""
-        if self._door is not None:
+        if self._folder is not None:
             self._door.kill()
-        if self._folder:
-            shutil.rmtree(self._folder)
+            self._folder.cleanup()
 
     def keeps_process(self, pid: int) -> bool:
         return pid in self._started
