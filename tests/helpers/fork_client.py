@@ -41,12 +41,12 @@ def main() -> None:
     kept, lifeline = socket.socketpair()
     code = DIE_WITH_CLIENT.format(group=os.getpgrp()) + words[1]
     request = {"argv": ["-c", code, *words[2:]], "env": dict(os.environ), "cwd": os.getcwd()}
+    text = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(os.environ[ADDRESS])
-        with lifeline, open(os.memfd_create("request"), "w") as file:
-            json.dump(request, file)
-            file.flush()
-            socket.send_fds(server, [b"."], [file.fileno(), 0, 1, 2, lifeline.fileno()])
+        with lifeline:
+            socket.send_fds(server, [len(text).to_bytes(8, "big")], [0, 1, 2, lifeline.fileno()])
+        server.sendall(text)
         status = int(server.recv(100) or 1)
     kept.close()
     if status < 0:

@@ -64,21 +64,19 @@ def serve() -> Program | None:
 
 
 def ask(server: socket.socket, request: Mapping[str, Any], fds: Sequence[int]) -> None:
-    """Send a request, as a file in memory, and descriptors."""
-    with open(os.memfd_create("gradwire-request"), "w") as file:
-        json.dump(request, file)
-        file.flush()
-        socket.send_fds(server, [b"."], [file.fileno(), *fds])
+    """Send a request and descriptors."""
+    text = json.dumps(request).encode()
+    socket.send_fds(server, [len(text).to_bytes(8, "big")], fds)
+    server.sendall(text)
 
 
 def next_request(source: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """A request and its descriptors; None if the other end has closed."""
-    _, received, _, _ = socket.recv_fds(source, 1, 16)
-    if not received:
-        return None, []
-    with open(received[0]) as file:
-        file.seek(0)
-        return json.load(file), received[1:]
+    head, fds, _, _ = socket.recv_fds(source, 8, 16)
+    size, text = int.from_bytes(head, "big"), b""
+    while len(text) < size and (more := source.recv(size - len(text))):
+        text += more
+    return json.loads(text) if head and len(text) == size else None, fds
 
 
 def _start(request: Mapping[str, Any], fds: list[int], control: socket.socket) -> Program | None:
