@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from gradwire.runtime import jit
 from gradwire.runtime.private_file import read_private, write_private
+from helpers.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +21,39 @@ def fresh() -> Iterator[None]:
     jit._njit.cache_clear()
     yield
     jit._njit.cache_clear()
+
+
+def test_one_compiles_and_the_others_wait_until_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "_PATIENCE", 60.0)
+    refused, lock, together, order = set[int](), jit._lock, threading.Barrier(3), list[str]()
+
+    def locks(file: Any, kind: int) -> bool:
+        if not (locked := lock(file, kind)):
+            refused.add(threading.get_ident())
+        return locked
+
+    def other() -> None:
+        with jit.compiled_once():
+            order.append("other")
+            together.wait(60.0)
+
+    threads = [threading.Thread(target=other) for _ in range(2)]
+    with jit.compiled_once():
+        monkeypatch.setattr(jit, "_lock", locks)
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(refused) == 2, "both others wait")
+        order.append("first")
+    together.wait(60.0)
+    for thread in threads:
+        thread.join(60.0)
+    assert order == ["first", "other", "other"]
+
+
+def test_who_compiles_forever_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "_PATIENCE", 0.01)
+    with jit.compiled_once(), jit.compiled_once():
+        pass
 
 
 def twice(x: Any) -> None:

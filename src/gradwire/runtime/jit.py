@@ -6,12 +6,18 @@ its arguments, and runs without the interpreter lock, on one thread, and without
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from importlib import metadata
-from typing import Any
+from typing import IO, Any
+
+_PATIENCE = 10.0
+"""Seconds for which a process waits until another one has compiled."""
 
 
 @functools.cache
@@ -34,6 +40,29 @@ def compiler() -> str | None:
 def kernels(module: str) -> Any | None:
     """The module of that name, which holds Triton kernels; None where Triton is not installed."""
     return None if importlib.util.find_spec("triton") is None else importlib.import_module(module)
+
+
+@contextlib.contextmanager
+def compiled_once() -> Iterator[None]:
+    """Around the first call of a loop that all ranks need: the first process compiles it, and the others, which would take as much
+    of the cores each, wait until they can load it from numba's cache."""
+    deadline = time.monotonic() + _PATIENCE
+    with open(__file__) as file:
+        if not _lock(file, fcntl.LOCK_EX):
+            while not _lock(file, fcntl.LOCK_SH) and time.monotonic() < deadline:
+                time.sleep(0.005)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open, too
+
+
+def _lock(file: IO[str], kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class loop:

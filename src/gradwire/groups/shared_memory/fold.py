@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gradwire.collectives import ReduceOp
 from gradwire.collectives.reference import FOLDS, reduce_tensors
-from gradwire.runtime.jit import loop
+from gradwire.runtime.jit import compiled_once, loop
 
 _SUM, _AVG = ReduceOp.SUM, ReduceOp.AVG
 SUMMED: dict[torch.dtype, np.dtype[Any]] = {
@@ -216,7 +216,8 @@ class CompiledFold(Fold):
         array = SUMMED.get(dtype, np.dtype(np.uint16))
         scale = number(1.0 / size) if op is _AVG and exact else None
         fold = cls(op, dtype, array, scale=scale, divisor=number(size) if op is _AVG and not exact else None)
-        fold.everywhere([np.zeros(1, array) for _ in range(size)])  # compiles
+        with compiled_once():
+            fold.everywhere([np.zeros(1, array) for _ in range(size)])
         return fold
 
     def everywhere(self, pieces: Sequence[Piece]) -> None:
