@@ -1,5 +1,7 @@
 """Hooks of gradwire's on torch's engine: their rules hold for any sequence of hooks. CheckedHook by itself: what it returns."""
 
+import collections
+import contextlib
 import gc
 import pickle
 import threading
@@ -238,3 +240,22 @@ def test_threads_may_add_and_remove_while_hooks_run() -> None:
         thread.join()
     assert not errors
     assert len(target.y._backward_hooks) == 1
+
+
+@pytest.mark.parametrize("register", [autograd.on_grad, autograd.after_accumulate])
+def test_no_first_hook_is_lost_where_threads_register_some(register: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    w, log, both = torch.ones(2, requires_grad=True), [], threading.Barrier(2)
+
+    def make_table() -> Any:  # another thread runs just here
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        return collections.OrderedDict()
+
+    monkeypatch.setattr("torch._tensor.OrderedDict", make_table)
+    threads = [threading.Thread(target=register, args=(w, log.append)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    w.sum().backward()
+    assert len(log) == 2

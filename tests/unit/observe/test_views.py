@@ -18,7 +18,7 @@ from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.rings.run_outcome import RankOutcome, RunOutcome, save
 from gradwire.observe.rings.runs import clear_run
 from gradwire.observe.rings.views import read_faults
-from gradwire.observe.run_status import RunMonitor, stats_line
+from gradwire.observe.run_status import Condition, RunMonitor, stats_line
 from gradwire.observe.trace import fault_events, trace_events
 from gradwire.recorder.format import RecordKind as K
 from gradwire.runtime.fault_record import FILE, record_fault
@@ -99,6 +99,21 @@ def test_the_status_shows_the_view_and_who_came_and_went(tmp_path: Path) -> None
     assert status.members == f"rank 0 m-0 (process {os.getpid()}), rank 1 m-2 (process {os.getpid()})"
     assert len(status.ranks) == 2
     assert status.view in stats_line(status)
+    monitor.run.close()
+
+
+def test_a_status_while_the_view_changes(tmp_path: Path) -> None:
+    first, second, third = rings(0, 1, 2)
+    for ring in (first, second):
+        write_ring(tmp_path, replace(ring, descriptions={"view": ring.descriptions["view"][:1]}))
+    monitor = RunMonitor(RunFollower(tmp_path))
+    monitor.look_back()
+    monitor.run.ranks[1].header = {**second.header, **GONE}
+    for ring in (first, third):
+        write_ring(tmp_path, ring)
+    status = monitor.status()
+    assert status.members == f"rank 0 m-0 (process {os.getpid()}), rank 1 m-2 (process {os.getpid()})"
+    assert [rank.condition for rank in status.ranks] == [Condition.STARTING] * 2
     monitor.run.close()
 
 
