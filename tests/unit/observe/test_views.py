@@ -73,7 +73,9 @@ def test_ranks_are_those_of_the_present_view(tmp_path: Path) -> None:
     assert {rank: one.member for rank, one in run.ranks.items()} == {0: "m-0", 1: "m-1"}
     for ring in (first, replace(second, header={**second.header, **GONE}), third):
         write_ring(tmp_path, ring)
-    run.look()
+    run.ranks[1].header = {**second.header, **GONE}
+    status = RunMonitor(run).status()  # which looks, as it was a rank
+    assert [(one.rank, one.condition) for one in status.ranks] == [(0, Condition.STARTING), (1, Condition.STARTING)]
     assert {rank: one.member for rank, one in run.ranks.items()} == {0: "m-0", 1: "m-2"}
     assert len(run._open) == 2
     run.close()
@@ -99,21 +101,6 @@ def test_the_status_shows_the_view_and_who_came_and_went(tmp_path: Path) -> None
     assert status.members == f"rank 0 m-0 (process {os.getpid()}), rank 1 m-2 (process {os.getpid()})"
     assert len(status.ranks) == 2
     assert status.view in stats_line(status)
-    monitor.run.close()
-
-
-def test_a_status_while_the_view_changes(tmp_path: Path) -> None:
-    first, second, third = rings(0, 1, 2)
-    for ring in (first, second):
-        write_ring(tmp_path, replace(ring, descriptions={"view": ring.descriptions["view"][:1]}))
-    monitor = RunMonitor(RunFollower(tmp_path))
-    monitor.look_back()
-    monitor.run.ranks[1].header = {**second.header, **GONE}
-    for ring in (first, third):
-        write_ring(tmp_path, ring)
-    status = monitor.status()
-    assert status.members == f"rank 0 m-0 (process {os.getpid()}), rank 1 m-2 (process {os.getpid()})"
-    assert [rank.condition for rank in status.ranks] == [Condition.STARTING] * 2
     monitor.run.close()
 
 
