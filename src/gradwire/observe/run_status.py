@@ -297,12 +297,11 @@ class RunMonitor:
     def status(self, *, since: int | None = None) -> RunStatus:
         """As of the last look; from the steps that ended after `since`, in nanoseconds on the monotonic clock, or the last 20."""
         now = time.monotonic_ns()
-        local = self.run.local_ranks
-        states = [self.run.state(rank) for rank in local]
-        if ProcessState.GONE in states:
-            self.run.look()  # whether it has stopped its recorder
-        slow = {one.rank for one in self.stragglers.current}
-        known = [_rank_status(rank, state, now, slow) for rank, state in zip(local, states)]
+        states = {rank: self.run.state(rank) for rank in self.run.local_ranks}
+        if ProcessState.GONE in states.values():
+            self.run.look()  # whether it has stopped its recorder; in an elastic run there may be another view
+        local, slow = self.run.local_ranks, {one.rank for one in self.stragglers.current}
+        known = [_rank_status(rank, states.get(rank) or self.run.state(rank), now, slow) for rank in local]
         size, views = max([self._size, *(int(rank.header["size"]) for rank in local)]), self.run.views
         if views:
             size = len(views[-1].members)

@@ -1,8 +1,11 @@
 """Hooks of gradwire's on torch's engine: their rules hold for any sequence of hooks. CheckedHook by itself: what it returns."""
 
+import collections
+import contextlib
 import gc
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -216,25 +219,32 @@ def test_a_finalizer_that_removes_another_hook_while_one_is_removed() -> None:
 
 
 def test_threads_may_add_and_remove_while_hooks_run() -> None:
-    target = Target(Kind.ON_GRAD)
+    target, stop = Target(Kind.ON_GRAD), threading.Event()
     target.add(lambda grad: grad + 1)
-    stop = threading.Event()
-    errors: list[BaseException] = []
 
     def churn() -> None:
-        try:
-            while not stop.is_set():
-                target.add(lambda grad: None).remove()
-        except BaseException as error:
-            errors.append(error)
+        while not stop.is_set():
+            target.add(lambda grad: None).remove()
 
-    threads = [threading.Thread(target=churn) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for _ in range(100):
-        assert target.call().tolist() == [2, 2]
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as ending:
+        ending.callback(stop.set)
+        churning = [pool.submit(churn) for _ in range(2)]
+        assert all(target.call().tolist() == [2, 2] for _ in range(100))
+    assert [future.result() for future in churning] == [None] * 2
     assert len(target.y._backward_hooks) == 1
+
+
+@pytest.mark.parametrize("register", [autograd.on_grad, autograd.after_accumulate])
+def test_no_hook_is_lost_where_threads_register_the_first_ones(register: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    w, log, both = torch.ones(2, requires_grad=True), [], threading.Barrier(2)
+
+    def make_table() -> Any:  # another thread runs just here
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        return collections.OrderedDict()
+
+    monkeypatch.setattr("torch._tensor.OrderedDict", make_table)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda _: register(w, log.append), range(2)))
+    w.sum().backward()
+    assert len(log) == 2

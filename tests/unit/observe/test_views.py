@@ -18,7 +18,7 @@ from gradwire.observe.rings.run_follower import RunFollower
 from gradwire.observe.rings.run_outcome import RankOutcome, RunOutcome, save
 from gradwire.observe.rings.runs import clear_run
 from gradwire.observe.rings.views import read_faults
-from gradwire.observe.run_status import RunMonitor, stats_line
+from gradwire.observe.run_status import Condition, RunMonitor, stats_line
 from gradwire.observe.trace import fault_events, trace_events
 from gradwire.recorder.format import RecordKind as K
 from gradwire.runtime.fault_record import FILE, record_fault
@@ -73,7 +73,9 @@ def test_ranks_are_those_of_the_present_view(tmp_path: Path) -> None:
     assert {rank: one.member for rank, one in run.ranks.items()} == {0: "m-0", 1: "m-1"}
     for ring in (first, replace(second, header={**second.header, **GONE}), third):
         write_ring(tmp_path, ring)
-    run.look()
+    run.ranks[1].header = {**second.header, **GONE}
+    status = RunMonitor(run).status()  # which looks, as it was a rank
+    assert [(one.rank, one.condition) for one in status.ranks] == [(0, Condition.STARTING), (1, Condition.STARTING)]
     assert {rank: one.member for rank, one in run.ranks.items()} == {0: "m-0", 1: "m-2"}
     assert len(run._open) == 2
     run.close()

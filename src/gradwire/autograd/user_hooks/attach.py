@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,6 +22,8 @@ from gradwire.runtime.threads import weakly
 
 _FROZEN = "cannot register a hook on a tensor that doesn't require gradient"
 _NO_LEAF = "post accumulate grad hooks cannot be registered on non-leaf tensors"
+# Held while a hook is registered: torch loses hooks when two threads register the first ones of a tensor at the same time.
+_registering = threading.RLock()
 
 
 def on_grad(tensor: torch.Tensor, fn: Hook) -> Handle:
@@ -212,6 +215,7 @@ def _refused(problem: str, kind: Kind, fn: Hook, target: str, advice: str) -> Au
 @untraced_call
 def _register(register: Callable[[CheckedHook], RemovableHandle], kind: Kind, fn: Hook, target: str) -> Handle:
     hook = CheckedHook(fn, kind, target)
-    registration = register(hook)
+    with _registering:
+        registration = register(hook)
     hook.table = registration.hooks_dict_ref
     return Handle(registration.remove)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import re
@@ -113,19 +114,17 @@ def dump_stacks(pids: Mapping[Path, int], *, within: float) -> dict[Path, str]:
     py_spy = program() if pids else None
     if py_spy is None:
         return {}
-    from concurrent.futures import ThreadPoolExecutor  # not before: few need it
+    from gradwire.runtime.threads import BoundedCall  # not before: few need it
 
     def dump(pid: int) -> str:
         command, nothing = [py_spy, "dump", "--nonblocking", "--json", "--pid", str(pid)], subprocess.DEVNULL
         with contextlib.suppress(subprocess.SubprocessError):
-            done = subprocess.run(
-                command, stdin=nothing, capture_output=True, errors="replace", timeout=within, check=True
-            )
-            return done.stdout
+            return subprocess.check_output(command, stdin=nothing, stderr=nothing, errors="replace", timeout=within)
         return ""
 
-    with ThreadPoolExecutor(len(pids)) as pool:
-        return {key: text for key, text in zip(pids, pool.map(dump, pids.values())) if text}
+    # Not a pool, which takes no calls while the interpreter ends: an error may be raised there too.
+    calls = {key: BoundedCall(functools.partial(dump, pid), name="gradwire-py-spy") for key, pid in pids.items()}
+    return {key: text for key, call in calls.items() if call.wait(within + 1.0) and (text := call.result())}
 
 
 def _ask(path: Path, pid: int) -> int | None:
