@@ -169,8 +169,7 @@ def broadcast_coalesced(
         raise UsageError(f"broadcast_coalesced: buffer_size {buffer_size}. It must be more than 0 bytes.")
     if not 0 <= src < group.size:
         raise UsageError(f"broadcast_coalesced: src {src}, but the group has ranks 0 to {group.size - 1}.")
-    # Copies of those that are not contiguous; and of views whose sign or conjugate is lazy, which _foreach_copy_ refuses.
-    flat = [t.detach().resolve_conj().resolve_neg().reshape(-1) for t in tensors]
+    flat = [t.detach().resolve_conj().resolve_neg().reshape(-1) for t in tensors]  # copies of what is not plain memory
     flight: deque[tuple[Work, list[Tensor], Tensor]] = deque()
 
     def land() -> None:
