@@ -185,9 +185,8 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
 
     def _abort_if_failed(self, work: Work) -> None:
         error = work.exception()
-        if not isinstance(
-            error, GroupError | None
-        ):  # of this rank alone, perhaps: the others wait for its next collective
+        # Of this rank alone, perhaps: the others wait for its next collective.
+        if not isinstance(error, GroupError | None):
             self.inner.abort(f"{self.hook!r} failed on rank {self.rank} with {type(error).__name__}: {error}")
 
     def _drain(self) -> None:

@@ -169,7 +169,7 @@ def broadcast_coalesced(
         raise UsageError(f"broadcast_coalesced: buffer_size {buffer_size}. It must be more than 0 bytes.")
     if not 0 <= src < group.size:
         raise UsageError(f"broadcast_coalesced: src {src}, but the group has ranks 0 to {group.size - 1}.")
-    flat = [t.detach().reshape(-1) for t in tensors]  # copies of those that are not contiguous
+    flat = [t.detach().resolve_conj().resolve_neg().reshape(-1) for t in tensors]  # copies of what is not plain memory
     flight: deque[tuple[Work, list[Tensor], Tensor]] = deque()
 
     def land() -> None:
@@ -186,5 +186,5 @@ def broadcast_coalesced(
     while flight:
         land()
     for t, row in zip(tensors, flat, strict=True):
-        if not t.is_contiguous():
+        if row.data_ptr() != t.data_ptr():
             t.detach().copy_(row.view(t.shape))

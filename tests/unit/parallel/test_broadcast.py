@@ -49,13 +49,15 @@ def one_tensor(draw: st.DrawFn) -> Tensor:
     t = torch.randint(
         0, 2, [2 * n for n in shape], generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))
     ).to(dtype)
-    form = draw(st.sampled_from(["whole", "every other", "transposed", "parameter"]))
+    form = draw(st.sampled_from(["whole", "every other", "transposed", "parameter", "conjugate"]))
     if form == "every other":
         t = t[tuple(slice(None, None, 2) for _ in shape)]
     elif form == "transposed" and len(shape) > 1:
         t = t.transpose(0, 1)
     elif form == "parameter" and (dtype.is_floating_point or dtype.is_complex):
         t = nn.Parameter(t)
+    elif form == "conjugate":  # a view whose elements are conjugated when they are read
+        t = t.conj()
     return t
 
 

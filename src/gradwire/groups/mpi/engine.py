@@ -43,8 +43,6 @@ _SUSPICIOUS_AGE = 0.3
 """At this age of an operation the group checks for lost ranks."""
 _ASK_PATIENCE, _ASK_AGAIN = 0.1, 0.5
 """Seconds that answers may take; seconds until the same is asked again."""
-
-
 _LONGEST = 256
 """Characters of text in a control message: so few that MPI sends it whole, and to receive it takes no time."""
 

@@ -74,8 +74,10 @@ class Runtime:
     def sweep(self) -> None:
         """Free the communicators that every rank has left."""
         with self.lock:  # each engine by one call only: a finalizer may sweep inside this one
-            engines, self.keep_alive.departing = self.keep_alive.departing, []
-            self.keep_alive.departing += [engine for engine in engines if not engine.settle_departure()]
+            for engine in list(departing := self.keep_alive.departing):
+                if engine in departing:
+                    departing.remove(engine)
+                    departing += () if engine.settle_departure() else (engine,)
 
     def duplicate(self, comm: Comm, limit: float, what: str) -> Comm:
         """A communicator of the same ranks that has no other users. Collective: all of them must call it."""

@@ -96,10 +96,17 @@ def test_mpi_is_started_with_all_threads_if_nobody_has() -> None:
 def test_a_finalizer_that_sweeps_meanwhile_does_not_settle_an_engine_twice() -> None:
     fake, settled = FakeMPI(), []
     here = Runtime(fake)
-    engine = types.SimpleNamespace(settle_departure=lambda: settled.append(1) or here.sweep() or True)
-    here.keep_alive.departing.append(engine)
+    last = types.SimpleNamespace(settle_departure=lambda: settled.append("last") or True)
+
+    def settle() -> bool:
+        settled.append("first")
+        here.keep_alive.departing.append(last)  # as `leave` of a group that is finalized
+        here.sweep()
+        return True
+
+    here.keep_alive.departing.append(types.SimpleNamespace(settle_departure=settle))
     here.sweep()
-    assert (settled, here.keep_alive.departing) == ([1], [])
+    assert (settled, here.keep_alive.departing) == (["first", "last"], [])
     fake.finalized = True
 
 
