@@ -129,7 +129,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("gpu"):
         request.getfixturevalue("cuda_is_awake")
     freeze_modules()
-    before = Leftovers.snapshot(default_pool(), default_worlds(), WARM)
+    before = Leftovers.snapshot(default_pool(), default_worlds())
     yield
     left = before.compare()
     if left:

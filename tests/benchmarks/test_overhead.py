@@ -173,7 +173,7 @@ def test_two_checkouts_take_turns(capsys, tmp_path, monkeypatch, warm_python):
         f"import runpy, sys; sys.path.append({str(against.HERE)!r}); runpy.run_module({WORKER!r}, run_name='__main__')"
     )
     started, popen = [], subprocess.Popen
-    warm_python.server.can_fork()
+    warm_python.server.run()
 
     def start(command, **how):
         started.append(command)

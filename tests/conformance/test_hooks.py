@@ -22,7 +22,8 @@ from gradwire.interop import as_torch_hook
 from gradwire.parallel import DistributedDataParallel
 from gradwire.reducer.hook.driver import Driver
 from gradwire.testing import check_hook, run_ranks, simulate
-from gradwire.testing.laws import conserves, forks, pays_back
+from gradwire.testing.laws import pays_back
+from gradwire.testing.rank_laws import conserves, forks
 from gradwire.testing.simulate import one_parameter
 from helpers.laws import SHORT_LAWS
 from helpers.models import mlp, train

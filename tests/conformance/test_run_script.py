@@ -15,7 +15,7 @@ import pytest
 
 from gradwire.observe.rings.run_outcome import load
 from gradwire.runtime.rank_error import MAIN, THREAD, RankError
-from helpers.warm_python import FORKING_RUN, GRADWIRE_RUN, WarmPython
+from helpers.warm_python import GRADWIRE_RUN, WarmPython
 
 LIMIT = 300
 STARTS = {"script": ["script.py"], "module": ["-m", "script"], "in a package": ["-m", "package.script"]}
@@ -63,6 +63,17 @@ PROGRAMS = {
 }
 
 
+FORKED = """
+import sys
+from gradwire.cli import main, run
+from gradwire.launch import preload
+preload.MODULES = ("decimal",)
+run.why_not_preload = lambda source: ""
+sys.exit(main())
+"""
+"""`gradwire run` with ranks that are forks, of a process that has not imported torch, which takes seconds."""
+
+
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Run a program by `python`, or by `gradwire run`: exit status, output, standard error."""
@@ -73,7 +84,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def run(program: str, way: str, *options: str, ranks: int = 0, forked: bool = True) -> tuple[int, str, str]:
         for path in (tmp_path / "script.py", tmp_path / "package/script.py"):
             path.write_text("import os, sys\n" + program)
-        gradwire = ["-c", FORKING_RUN] if forked else ["-m", "gradwire"]
+        gradwire = ["-c", FORKED] if forked else ["-m", "gradwire"]
         launcher = [*gradwire, "run", "-n", str(ranks), "--no-prefix", *options] if ranks else []
         if ranks and "--no-record" not in options:
             launcher += ["--run-dir", "run"]

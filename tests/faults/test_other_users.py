@@ -317,7 +317,7 @@ def test_ranks_of_the_launcher_let_nobody_in(tmp_path: Path, warm_python: WarmPy
         entered = assault(sorted(pids), tmp_path)
         entered += [f"{pid} listens on {listening(pid)}" for pid in pids if not loopback_only(pid)]
     finally:
-        launcher.send_signal(signal.SIGTERM)
+        launcher.terminate()
         launcher.communicate()
     assert entered == []
 

@@ -20,10 +20,10 @@ def launch() -> None:
     """`gradwire run` with the arguments of this process. What its ranks are forked from is a fork of it."""
     import subprocess
 
-    from gradwire.runtime import forks
+    from gradwire.launch import preload
     from helpers import forked_python
 
-    forks.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": forked_python.ForkedPython})  # type: ignore[attr-defined]
+    preload.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": forked_python.ForkedPython})  # type: ignore[attr-defined]
     forked_python.launch(popen=subprocess.Popen)
 
 

@@ -1,10 +1,9 @@
-"""`fork_client.py python [options] -c CODE ...` under mpirun: a fork of the fork server runs it, and this ends as that one does.
+"""`fork_client.py python [options] -c CODE ...` under mpirun: the fork server runs it, and this process ends as that one does.
 
 It takes milliseconds to start, where the interpreter would import torch. Standard streams, environment and directory are passed on.
 When this process ends, by whatever signal, Linux kills the other.
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -12,7 +11,7 @@ import socket
 import sys
 
 ADDRESS = "GRADWIRE_TESTS_FORK_SERVER"
-"""The variable with the path of the socket where a fork of the server, `serve`, gets requests."""
+"""The variable with the path of the server's socket."""
 WHOLE_EXIT = "GRADWIRE_TESTS_WHOLE_EXIT"
 """The variable that is set if a fork must end as any process does: see `quick_exit.py`."""
 
@@ -38,44 +37,22 @@ def main() -> None:
     words = sys.argv[2:]
     while words[0] != "-c":
         words.pop(0)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     kept, lifeline = socket.socketpair()
     code = DIE_WITH_CLIENT.format(group=os.getpgrp()) + words[1]
-    request = {"argv": ["-c", code, *words[2:]], "env": dict(os.environ), "cwd": os.getcwd()}
+    request = {"code": code, "path": "<string>", "args": words[2:], "env": dict(os.environ), "cwd": os.getcwd()}
     text = json.dumps(request).encode()
-    with socket.socket(socket.AF_UNIX) as server:
+    with socket.socket(socket.AF_UNIX) as server, theirs, lifeline:
         server.connect(os.environ[ADDRESS])
-        with lifeline:
-            socket.send_fds(server, [len(text).to_bytes(8, "big")], [0, 1, 2, lifeline.fileno()])
+        socket.send_fds(server, [len(text).to_bytes(8, "big")], [theirs.fileno(), 0, 1, 2, lifeline.fileno()])
         server.sendall(text)
-        status = int(server.recv(100) or 1)
+    ours.recv(100)  # its process id
+    status = int(ours.recv(100) or 1)
     kept.close()
     if status < 0:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status)
-
-
-def serve() -> None:
-    """Fork for every client of the listening socket that is standard input."""
-    from gradwire.runtime.fork_server import become, next_request, program
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with the process of the tests
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for a rank
-    listener = socket.socket(fileno=0)
-    while True:
-        client, _ = listener.accept()
-        if not os.fork():
-            break
-        client.close()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    request, fds = next_request(client)
-    if rank := os.fork():
-        client.send(str(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])).encode())
-        os._exit(0)
-    client.close()
-    become(fds, range(len(fds)), request["env"])
-    os.chdir(request["cwd"])
-    exec(*program(request["argv"]))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ it does not have is an interpreter that was started for it; tests of that start 
 
 import fcntl
 import functools
-import importlib.util
-import io
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,9 +17,10 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from gradwire.lab import Host
-from gradwire.runtime.forks import ForkedChild
+from gradwire.runtime.fork_server import EXIT_LIMIT, ForkedProcess
 from gradwire.testing import mpi as mpirun
 from gradwire.testing.pool.process import default_server
 from gradwire.testing.pool.protocol import MESSAGE_LIMIT
@@ -33,15 +32,6 @@ FORK_CLIENT = [sys.executable, "-I", "-S", fork_client.__file__]
 GRADWIRE_RUN = "from helpers.forked_python import launch; launch()"
 """`gradwire run` with the arguments of the process, and ranks that are forks of it. They end by `os._exit`, after exit handlers."""
 
-FORKING_RUN = """
-import sys
-from gradwire.cli import main, run
-from gradwire.launch import preload
-preload.MODULES = ("decimal",)
-run.why_not_preload = lambda source: ""
-sys.exit(main())
-"""
-"""`gradwire run` with ranks that are forks, of a process that has not imported torch, which takes seconds."""
 FORKED_RANKS = """
 import subprocess, sys
 from helpers.forked_python import ForkedPython
@@ -53,7 +43,6 @@ from gradwire.testing.pool import pool
 pool.default_server = lambda: None
 popen = subprocess.Popen
 subprocess.Popen = lambda args, **how: (Forked if args[0] == sys.executable else popen)(args, **how)
-from gradwire.runtime.forks import ForkedChild
 from gradwire.testing import mpi as mpirun
 mpirun.command = lambda mpirun, ranks, plain=mpirun.command: [*plain(mpirun, ranks), *{client}]
 """.replace("{client}", repr(FORK_CLIENT))
@@ -86,21 +75,27 @@ PRELOADED = (
     "gradwire.launch", "gradwire.cli.run", "helpers.forked_python", "helpers.compiled_loops",
 )  # fmt: skip
 """What the server imports before what ranks of `run_ranks` need."""
-PROGRAM = "import sys; sys.path.insert(0, {0!r}); sys.argv[0] = {1!r}; __file__ = {2!r}; exec(compile({3!r}, __file__, 'exec'))"
-"""Code of a file, or of the command line."""
 
 
-class WarmProcess(ForkedChild):
-    """A child that the server has forked, with what it writes."""
+class WarmProcess:
+    """A child of the server, with what it writes."""
 
-    def __init__(self, child: ForkedChild, outputs: Sequence[int] = ()) -> None:
-        super().__init__(child.pid, {})
-        self.stdin, self.stdout = (pipe and io.TextIOWrapper(pipe) for pipe in (child.stdin, child.stdout))
+    stdin: IO[str] | None = None
+    stdout: IO[str] | None = None
+
+    def __init__(self, process: ForkedProcess, outputs: Sequence[int] = ()) -> None:
+        self.pid, self.poll = process.pid, process.poll
+        self._process = process
         self._outputs = list(outputs)
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, if it is known."""
+        return self._process.returncode
 
     def communicate(self, timeout: float = MESSAGE_LIMIT) -> tuple[str, str]:
         """What it wrote on stdout and stderr and nobody has read, once it has ended; nothing when asked again."""
-        self.wait(max(0.0, timeout))
+        self.wait(timeout)
         said = [os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace") for fd in self._outputs]
         while self._outputs:
             os.close(self._outputs.pop())
@@ -109,6 +104,13 @@ class WarmProcess(ForkedChild):
             self.stdin.close()
             self.stdout.close()
         return (said[0], without_leaks_of_triton(said[1])) if said else ("", "")
+
+    def wait(self, timeout: float = EXIT_LIMIT) -> int:
+        """The exit status; raises if the process does not end in time."""
+        status = self.poll(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return status
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, if it still runs."""
@@ -120,6 +122,10 @@ class WarmProcess(ForkedChild):
         """End it, if it still runs, and wait for that."""
         self.send_signal(signal.SIGKILL)
         self.wait()
+
+    def terminate(self) -> None:
+        """Ask it to end, if it still runs."""
+        self.send_signal(signal.SIGTERM)
 
 
 def _output(name: str) -> int:
@@ -137,11 +143,9 @@ class WarmPython:
 
     def __init__(self) -> None:
         self.server = default_server()
-        self.server.modules[:0] = filter(importlib.util.find_spec, PRELOADED)
-        where = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]  # where `helpers` and `detection` are
-        self.server.settings["PYTHONPATH"] = ":".join(filter(None, where))
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._started: set[int] = set()
+        self.server.preload[:0] = PRELOADED
+        self.server.path.append(str(Path(__file__).parents[1]))  # where `helpers` and `detection` are
+        self._folder = ""
 
     def start(
         self,
@@ -152,29 +156,27 @@ class WarmPython:
         path: str = "<string>",
         capture: bool = False,
     ) -> WarmProcess:
-        """Run `code` as `python -c` would, or as the file `path`, with `env` added to the environment.
-
-        Its output is that of this process; with `capture`, `communicate` returns it. `fds` become its standard streams.
-        """
-        self._open_door()
+        """As `ForkServer.start`, by default with the output of this process; with `capture`, `communicate` returns it."""
         outputs = [_output(name) for name in ("stdout", "stderr")] if capture else []
-        stdin, stdout, stderr = fds or (subprocess.DEVNULL, *(outputs or (None, None)))
-        where, name = ("", "-c") if path == "<string>" else (os.path.dirname(os.path.abspath(path)), path)
-        command = [sys.executable, "-c", PROGRAM.format(where, name, path, code), *args]
-        environ = {**os.environ, **(env or {})}
-        process = self.server.start(command, env=environ, stdin=stdin, stdout=stdout, stderr=stderr)
-        assert isinstance(process, ForkedChild), self.server.reason
-        self._started.add(process.pid)
-        return WarmProcess(process, outputs)
+        with open(os.devnull) as nothing:
+            streams = fds or (nothing.fileno(), *(outputs or (1, 2)))
+            return WarmProcess(self.server.start(code, *args, fds=streams, env=env or {}, path=path), outputs)
 
     def talk(self, code: str, *args: str, path: str = "<string>") -> WarmProcess:
         """Run `code` in a new process whose standard input and output are pipes, its `stdin` and `stdout`.
 
         `communicate` returns the rest of what it wrote, and closes both.
         """
+        theirs_in, ours_in = os.pipe()
+        ours_out, theirs_out = os.pipe()
         errors = os.memfd_create("stderr")
-        process = self.start(code, *args, fds=(subprocess.PIPE, subprocess.PIPE, errors), path=path)
+        try:
+            process = self.start(code, *args, fds=(theirs_in, theirs_out, errors), path=path)
+        finally:
+            os.close(theirs_in)
+            os.close(theirs_out)
         process._outputs.append(errors)
+        process.stdin, process.stdout = open(ours_in, "w"), open(ours_out)  # noqa: SIM115
         return process
 
     def run(self, code: str, *args: str, timeout: float) -> subprocess.CompletedProcess[str]:
@@ -213,33 +215,19 @@ class WarmPython:
         return done
 
     def open_door(self) -> None:
-        """Let ranks under mpirun be forks, too: `fork_client.py` asks a fork of the server for them."""
+        """Let ranks under mpirun be forks, too: `fork_client.py` asks the server for them."""
+        self._folder = tempfile.mkdtemp(prefix="gradwire-forks-")
+        os.environ[ADDRESS] = self.server.address = f"{self._folder}/socket"
         plain = mpirun.command
 
         @functools.wraps(plain)
         def command(mpirun: str, ranks: int) -> list[str]:
-            self._open_door()
+            self.server.run()
             return [*plain(mpirun, ranks), *FORK_CLIENT]
 
         mpirun.command = command
 
-    def _open_door(self) -> None:
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="gradwire-forks-")
-            os.environ[ADDRESS] = f"{self._folder.name}/socket"
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(os.environ[ADDRESS])
-                listener.listen(64)
-                self._door = self.start("from helpers.fork_client import serve; serve()", fds=(listener.fileno(), 1, 2))
-
     def close(self) -> None:
         """Remove the socket. The server ends with the pool."""
-        if self._folder is not None:
-            self._door.kill()
-            self._folder.cleanup()
-
-    def keeps_process(self, pid: int) -> bool:
-        return pid in self._started
-
-    def keeps_descriptor(self, fd: int) -> bool:
-        return False
+        if self._folder:
+            shutil.rmtree(self._folder)

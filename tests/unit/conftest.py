@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.runtime.forks import ForkServer
+from gradwire.runtime.fork_server import ForkServer
 from gradwire.testing import RankPool
 from gradwire.testing.mpi import MPIWorlds
 

@@ -13,6 +13,8 @@ from gradwire.policies import DefaultChecks, NonFinite
 RUN_DIRECTORY = "GRADWIRE_RUN_DIR"
 NONFINITE, CHECK_DIVERGENCE = "GRADWIRE_NONFINITE", "GRADWIRE_CHECK_DIVERGENCE"
 """The variables that choose checks for models whose code chooses none."""
+SERVER = "GRADWIRE_PRELOAD"
+"""The variable that makes the process of a rank the server of preload.py: a descriptor, modules and a directory, as JSON."""
 HOOK = "GRADWIRE_HOOK"
 """The variable that names the hook of models that take the place of torch's."""
 VERIFY = "GRADWIRE_VERIFY_DDP"

@@ -21,10 +21,9 @@ from collections.abc import Callable
 from types import TracebackType
 
 from gradwire.errors import UsageError
-from gradwire.launch.environment import MEMBER, RUN_DIRECTORY, read_checks
+from gradwire.launch.environment import MEMBER, RUN_DIRECTORY, SERVER, read_checks
 from gradwire.launch.world import World, find_world
 from gradwire.policies import set_default_checks
-from gradwire.runtime import FORK_SERVER
 from gradwire.runtime.rank_error import RankError, is_importing
 
 ERRORS, OBSERVE = "--errors", "--observe"
@@ -45,12 +44,10 @@ def python_command(module: str, *, errors: str | None = None, observe: bool = Fa
 
 def become_rank() -> None:
     """Return in ranks only: at once, or, in a process of which ranks are forks, in the forks."""
-    if FORK_SERVER in os.environ:
-        from gradwire.runtime.fork_server import serve
+    if SERVER in os.environ:
+        from gradwire.launch.preload_server import serve
 
-        if (program := serve()) is not None:
-            exec(*program)
-            sys.exit()
+        serve()
 
 
 def main() -> None:

@@ -1,19 +1,17 @@
-"""`HookTrial`: one hook on one bucket and simulated ranks, for the laws that it must satisfy (`laws.py`); and what they compare."""
+"""`HookTrial`: one hook on one bucket and simulated ranks, for the laws that it must satisfy; and how results are compared."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Layout, all_gather_into_tensor
+from gradwire.collectives import Layout
 from gradwire.collectives.lower import as_bytes
-from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction
-from gradwire.hooks.base import Turn
-from gradwire.hooks.composite import Wrapped
+from gradwire.hooks import BucketSpec, CommHook
 from gradwire.testing.simulate import Simulation, simulate
 
 
@@ -75,45 +73,3 @@ def equal_states(a: Any, b: Any) -> bool:
 def difference(a: Tensor, b: Tensor) -> str:
     places = (a != b).nonzero().flatten().tolist()
     return f"not the same bits ({len(places)} elements differ, first at {places[:3]})"
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Gathered(Wrapped):
-    """A hook's `reduce_scatter`, followed by an all-gather of the rows, so that the laws of `reduce` apply to it."""
-
-    collectives = None
-
-    @property
-    def passes_nonfinite(self) -> bool:
-        return self.inner.passes_nonfinite
-
-    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
-        reduction = self.inner.reduce_scatter(grad, state, turn)
-        assert reduction is not None
-        row, sent = yield from reduction
-        value = row.new_empty(grad.numel())
-        yield all_gather_into_tensor(value, row)
-        return Reduced(value, sent)
-
-    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
-        scattered = self.inner.scatter_wire_bytes(spec, world_size, step)
-        return None if scattered is None else scattered + (world_size - 1) / world_size * spec.nbytes
-
-    def __repr__(self) -> str:
-        return f"{self.inner!r}, by reduce_scatter"
-
-
-def divisible(spec: BucketSpec, ranks: int) -> BucketSpec:
-    """The bucket with one more parameter, so that it has rows of equal length."""
-    name, shape = f"layer{len(spec.names)}.weight", (-spec.numel % ranks,)
-    return replace(spec, names=(*spec.names, name), shapes=(*spec.shapes, shape), strides=(*spec.strides, (1,)))
-
-
-def cut(spec: BucketSpec) -> list[BucketSpec]:
-    """The same parameters in two buckets, in reverse order."""
-    fields = list(zip(spec.names, spec.shapes, spec.strides, strict=True))[::-1]
-    halves: list[BucketSpec] = []
-    for part in filter(None, (fields[: len(fields) // 2], fields[len(fields) // 2 :])):
-        names, shapes, strides = zip(*part, strict=True)
-        halves.append(BucketSpec(len(halves), names, shapes, strides, spec.dtype, spec.device))
-    return halves

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.collectives import Layout
+from gradwire.collectives import Layout, all_gather_into_tensor
 from gradwire.errors import GradwireError, HookError
 from gradwire.hooks import BucketSpec, CommHook, Reduced, Reduction, chain, error_feedback
 from gradwire.hooks.arguments import check_hooks
 from gradwire.hooks.base import Trait, Turn
 from gradwire.hooks.composite import Wrapped
-from gradwire.hooks.state import add_owed
-from gradwire.testing.hook_trial import Gathered, HookTrial, cut, difference, divisible, equal_states, same_bits, wide
+from gradwire.testing.hook_trial import HookTrial, difference, equal_states, same_bits, wide
+from gradwire.testing.rank_laws import conserves, forks
 
 SHAPES: tuple[tuple[int, ...], ...] = ((16, 8), (16,), (), (0,), (3, 5, 2))
 """The default parameters of a bucket: a matrix, a vector, a scalar, an empty tensor, and an irregular shape."""
@@ -194,7 +194,7 @@ def saved(trial: HookTrial) -> Iterator[str]:
         torch.save(taken, file := io.BytesIO())
         file.seek(0)
         back, apart = torch.load(file, weights_only=True), dict[str, Any]()
-        for half in cut(trial.spec):
+        for half in _cut(trial.spec):
             apart |= trial.hook.save(trial.hook.load(back, half), half)
         if not equal_states(taken, trial.hook.save(trial.hook.load(apart, trial.spec), trial.spec)):
             yield f"rank {rank}'s state has changed after a round trip through other buckets"
@@ -241,64 +241,6 @@ def passes_nonfinite(trial: HookTrial) -> Iterator[str]:
                     yield f"rank {rank} has finite values only, with {bad} on rank {culprit}"
 
 
-def forks(trial: HookTrial) -> Iterator[str]:
-    """A step that is dropped leaves no trace, a retry gives the same bits, and a commit is as if there were no fork."""
-    hook, spec = trial.hook, trial.spec
-    states: list[Any] = [hook.init(spec) for _ in range(trial.ranks)]
-    kept = [hook.fork(state) for state in states]
-    for step, plain in enumerate(trial.train(3)):
-        before = [hook.save(state, spec) for state in states]
-        kept = [fork if fork.state is state else hook.fork(state) for fork, state in zip(kept, states, strict=True)]
-        for fork in kept:
-            fork.renew()
-        tried = trial.run(trial.gradients(step), states, step=step).reduced
-        states = [fork.drop() for fork in kept]
-        for rank, (state, old) in enumerate(zip(states, before, strict=True)):
-            if not equal_states(hook.save(state, spec), old):
-                yield f"rank {rank}'s state is not the same after step {step} was dropped"
-        again = trial.run(trial.gradients(step), states, step=step).reduced
-        for what, results in (("after it was dropped", tried), ("with a fork before it", plain.reduced)):
-            for rank, (one, other) in enumerate(zip(again, results, strict=True)):
-                if not same_bits(one.value, other.value):
-                    yield f"rank {rank} has {difference(one.value, other.value)} in step {step} {what}"
-
-
-def average_owed(hook: CommHook, saved: Sequence[Any]) -> dict[str, Tensor]:
-    """What all ranks owe in these saved states, divided by their number, by parameter."""
-    total = add_owed(*([(name, wide(t).reshape(-1)) for name, t in hook.owed(one) or ()] for one in saved))
-    return {name: t / len(saved) for name, t in total.items()}
-
-
-def conserves(trial: HookTrial) -> Iterator[str]:
-    """What ranks owe is the same in the average after one leaves or joins, and a step of the new ranks works."""
-    hook, n = trial.hook, trial.ranks
-    *_, done = trial.train(3)
-    saved = [hook.save(state, trial.spec) for state in done.states]
-    if hook.owed(saved[0]) is None:
-        return
-    before = average_owed(hook, saved)
-    sizes = [(name, float(wide(t).norm())) for one in saved for name, t in hook.owed(one) or ()]
-    hosts = trial.hosts
-    joined = hosts and Layout((*hosts.hosts[:-1], (*hosts.hosts[-1], n)))
-    changes = [("joined", joined, [*(hook.rebase(one, n, n + 1) for one in saved), hook.shared(saved[0])])]
-    if n > 1:
-        heirs = (hook.inherit(saved[0], saved[-1]), *saved[1:-1])
-        changes.append(("left", hosts and hosts.within(range(n - 1)), [hook.rebase(one, n, n - 1) for one in heirs]))
-    for what, layout, new in changes:
-        states = [hook.load(one, trial.spec) for one in new]
-        after = average_owed(hook, [hook.save(state, trial.spec) for state in states])
-        for name in before.keys() | after.keys():
-            there, here = (owed.get(name, torch.zeros(())) for owed in (before, after))
-            # Of ranks that owe almost the opposite the mean is no more exact than what they owe.
-            off, scale = float((there - here).norm()), max((size for of, size in sizes if of == name), default=0.0)
-            if not off <= 1e-6 * scale:
-                yield f"after a rank of {n} has {what}, what is owed of {name} is {off:.3g} off; a rank owed {scale:.3g}"
-        more = replace(trial, ranks=len(states), hosts=layout)
-        values = [value for value, _ in more.run(more.gradients(3), states, step=3).reduced]
-        if not hook.local and not all(same_bits(value, values[0]) for value in values):
-            yield f"after a rank of {n} has {what}, the ranks disagree in the next step"
-
-
 # `repeatable` is first: randomness without a seed breaks other laws too.
 LAWS: tuple[Law, ...] = (repeatable, alike, agree, kept, unwritten, mean_of_sent, pays_back, counted, saved)
 LAWS += (from_nothing, recovers, passes_nonfinite, forks, conserves)
@@ -331,7 +273,7 @@ def check_hook(
     for ranks in world_sizes if layout is None else (layout.size,):
         trials = [HookTrial(hook, spec, ranks, seed, steps, layout)]
         if hook.scatters:
-            trials.append(HookTrial(Gathered(hook), divisible(spec, ranks), ranks, seed, steps, layout))
+            trials.append(HookTrial(Gathered(hook), _divisible(spec, ranks), ranks, seed, steps, layout))
         for trial, law in itertools.product(trials, laws):
             if law is conserves and trial is not trials[0]:
                 continue  # a state is that of `reduce`, and with another number of ranks rows would not be equal
@@ -348,3 +290,45 @@ def check_hook(
                     f"{', '.join(map(str, shapes))}: the law {law.__name__!r} does not hold: {what}.",
                     hook=repr(hook),
                 ) from problem
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Gathered(Wrapped):
+    """A hook's `reduce_scatter`, followed by an all-gather of the rows, so that the laws of `reduce` apply to it."""
+
+    collectives = None
+
+    @property
+    def passes_nonfinite(self) -> bool:
+        return self.inner.passes_nonfinite
+
+    def reduce(self, grad: Tensor, state: Any, turn: Turn) -> Reduction:
+        reduction = self.inner.reduce_scatter(grad, state, turn)
+        assert reduction is not None
+        row, sent = yield from reduction
+        value = row.new_empty(grad.numel())
+        yield all_gather_into_tensor(value, row)
+        return Reduced(value, sent)
+
+    def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
+        scattered = self.inner.scatter_wire_bytes(spec, world_size, step)
+        return None if scattered is None else scattered + (world_size - 1) / world_size * spec.nbytes
+
+    def __repr__(self) -> str:
+        return f"{self.inner!r}, by reduce_scatter"
+
+
+def _divisible(spec: BucketSpec, ranks: int) -> BucketSpec:
+    """The bucket with one more parameter, so that it has rows of equal length."""
+    name, shape = f"layer{len(spec.names)}.weight", (-spec.numel % ranks,)
+    return replace(spec, names=(*spec.names, name), shapes=(*spec.shapes, shape), strides=(*spec.strides, (1,)))
+
+
+def _cut(spec: BucketSpec) -> list[BucketSpec]:
+    """The same parameters in two buckets, in reverse order."""
+    fields = list(zip(spec.names, spec.shapes, spec.strides, strict=True))[::-1]
+    halves: list[BucketSpec] = []
+    for part in filter(None, (fields[: len(fields) // 2], fields[len(fields) // 2 :])):
+        names, shapes, strides = zip(*part, strict=True)
+        halves.append(BucketSpec(len(halves), names, shapes, strides, spec.dtype, spec.device))
+    return halves

@@ -15,7 +15,6 @@ from gradwire.cli import main, run
 from gradwire.launch import store_host
 from gradwire.launch.run_script import python_command
 from helpers.waiting import wait_for_exit, wait_until
-from helpers.warm_python import FORKING_RUN
 
 COMMAND = [sys.executable, "-m", "gradwire", "run"]
 
@@ -280,8 +279,15 @@ def start(*words: str, command: Sequence[str] = COMMAND) -> subprocess.Popen[str
     )
 
 
-FORKED = [sys.executable, "-c", FORKING_RUN, "run"]
-FORKED_TOO = pytest.mark.parametrize("command", [COMMAND, FORKED], ids=["started", "forked"])
+FORKING = """
+import sys
+from gradwire.cli import main, run
+from gradwire.launch import preload
+preload.MODULES = ("decimal",)
+run.why_not_preload = lambda source: ""
+sys.exit(main(["run", *sys.argv[1:]]))
+"""
+FORKED_TOO = pytest.mark.parametrize("command", [COMMAND, [sys.executable, "-c", FORKING]], ids=["started", "forked"])
 
 
 @FORKED_TOO

@@ -25,7 +25,7 @@ from gradwire.hooks import (
 from gradwire.hooks.combinators import feedback
 from gradwire.runtime import jit
 from gradwire.testing import check_hook, simulate
-from gradwire.testing.hook_trial import Gathered
+from gradwire.testing.laws import Gathered
 from gradwire.testing.simulate import one_parameter
 
 

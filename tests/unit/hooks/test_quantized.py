@@ -17,7 +17,7 @@ from gradwire.hooks.compressors.quantized import codec, eager, loops
 from gradwire.hooks.compressors.quantized.layout import Part, lay_out, part_of
 from gradwire.parallel import replicate
 from gradwire.testing import simulate
-from gradwire.testing.hook_trial import Gathered
+from gradwire.testing.laws import Gathered
 from gradwire.testing.simulate import one_parameter
 from helpers.buckets import bucket
 

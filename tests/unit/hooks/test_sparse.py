@@ -25,7 +25,7 @@ from gradwire.hooks.compressors.chunked import pack, unpack
 from gradwire.hooks.compressors.sparse import Format, Pairs
 from gradwire.hooks.state import split_flat
 from gradwire.testing import simulate
-from gradwire.testing.hook_trial import Gathered
+from gradwire.testing.laws import Gathered
 from helpers.buckets import bucket, gradients
 
 

@@ -62,10 +62,19 @@ def test_gloo_is_reached_from_other_hosts_if_the_hub_is(hub, interface):
     assert environment(extra=hub).get("GLOO_SOCKET_IFNAME") == interface
 
 
-def test_the_kind_that_suits_the_hosts_is_chosen():
-    alone = {(1, 1): "threads", (1, None): "threads"}
-    chosen = {**alone, (4, 4): "shared_memory", (4, 2): "hierarchical", (4, 1): "gloo", (4, None): "gloo"}
-    assert {sizes: default_kind(*sizes) for sizes in chosen} == chosen
+@pytest.mark.parametrize(
+    ("size", "local_size", "kind"),
+    [
+        (1, 1, "threads"),
+        (1, None, "threads"),
+        (4, 4, "shared_memory"),
+        (4, 2, "hierarchical"),
+        (4, 1, "gloo"),
+        (4, None, "gloo"),
+    ],
+)
+def test_the_kind_that_suits_the_hosts_is_chosen(size: int, local_size: int | None, kind: str) -> None:
+    assert default_kind(size, local_size) == kind
 
 
 @pytest.mark.parametrize(
@@ -117,16 +126,19 @@ def test_variables_that_a_script_sets_for_torch_are_found(source, variable):
     assert why_not_preload(f"import os, torch\n{source}") == (f"the script sets {variable}" if variable else "")
 
 
-def test_what_a_script_imports():
-    reasons = {
-        b"import os.path\nfrom sys import argv": "the script imports only modules of Python",
-        b"def f():\n    from . import model": "",
-        b"import importlib\nimportlib.import_module('torch')": "",
-        b"def f(:": "the script cannot be parsed",
-        b"PK\x03\x04\x00": "the script cannot be parsed",  # an archive
-        b"# coding: latin-1\nimport torch  # \xe9": "",
-    }
-    assert {source: why_not_preload(source) for source in reasons} == reasons
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (b"import os.path\nfrom sys import argv", "the script imports only modules of Python"),
+        (b"def f():\n    from . import model", ""),
+        (b"import importlib\nimportlib.import_module('torch')", ""),
+        (b"def f(:", "the script cannot be parsed"),
+        (b"PK\x03\x04\x00", "the script cannot be parsed"),  # an archive
+        (b"# coding: latin-1\nimport torch  # \xe9", ""),
+    ],
+)
+def test_what_a_script_imports(source, expected):
+    assert why_not_preload(source) == expected
 
 
 def test_the_source_of_a_module(tmp_path, monkeypatch):

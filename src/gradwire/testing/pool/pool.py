@@ -26,7 +26,7 @@ from typing import Any
 from gradwire.errors import ClosedError, GroupError, InternalError, UsageTypeError
 from gradwire.groups.store.private_store import PrivateStore
 from gradwire.runtime.cleanup import on_failure
-from gradwire.runtime.forks import ForkServer
+from gradwire.runtime.fork_server import ForkServer
 from gradwire.testing.pool import protocol
 from gradwire.testing.pool.process import WARM, LocalWorker, Spawn, WorkerHandle, default_server, ending
 
@@ -126,8 +126,13 @@ class RankPool:
         """New workers, one by one; `store` is the name of their store."""
         for _ in range(count):
             spawn = self._spawn(len(self._workers))
-            is_warm = spawn.program == WARM and spawn.command is list
-            yield LocalWorker(store, spawn, self._server if is_warm else None)
+            if self._server is not None and spawn.program == WARM and spawn.command is list:
+                try:
+                    yield LocalWorker(store, spawn, self._server)
+                    continue
+                except RuntimeError:
+                    self._server = None  # a module that it imports has started a thread, which it reports
+            yield LocalWorker(store, spawn)
 
     def _discharge(self, workers: Sequence[WorkerHandle]) -> None:
         for worker in workers:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from gradwire.errors import GroupError
-from gradwire.runtime.forks import ForkedChild, ForkServer
+from gradwire.runtime.fork_server import ForkedProcess, ForkServer
 from gradwire.testing.pool.protocol import MESSAGE_LIMIT
 
 WORKER_SETTINGS = {"OMP_NUM_THREADS": "1", "ONEDNN_JIT_PROFILE": "0", "GLOO_SOCKET_IFNAME": "lo"}
@@ -104,14 +104,16 @@ class Spawn:
 
 
 class LocalWorker(WorkerHandle):
-    """A worker that this process started, by itself or by a fork server: in either case its child."""
+    """A worker that this process started, or, if there is one, the fork server, whose child it then is."""
 
     def __init__(self, store: str, spawn: Spawn, server: ForkServer | None = None) -> None:
         super().__init__()
         control, theirs = socket.socketpair()
+        self.process: subprocess.Popen[bytes] | ForkedProcess
         try:
             with theirs:
-                self.process = _start(store, spawn, (theirs.fileno(), self._stack, self._dumped_there), server)
+                fds = (theirs.fileno(), self._stack, self._dumped_there)
+                self.process = _start(store, spawn, fds) if server is None else _fork(server, store, spawn, fds)
         except BaseException:
             control.close()
             for fd in (self._stack, self._dumped, self._dumped_there):
@@ -119,9 +121,17 @@ class LocalWorker(WorkerHandle):
             raise
         self._take(control, self.process.pid)
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        status = [self.process.fileno()] if isinstance(self.process, ForkedProcess) else []
+        return *super().descriptors, *status
+
     def wait(self, limit: float) -> int | None:
-        super().wait(limit)
-        return self.process.poll()
+        if isinstance(self.process, ForkedProcess):
+            with suppress(RuntimeError):  # its server has died, and no other process can read the status
+                return self.process.poll(limit)
+        ended = super().wait(limit)
+        return ended if isinstance(self.process, ForkedProcess) else self.process.poll()
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -130,19 +140,13 @@ class LocalWorker(WorkerHandle):
             raise GroupError(f"worker process {self.pid} is still running {MESSAGE_LIMIT:.0f} s after SIGKILL.")
 
 
-def _start(
-    store: str, spawn: Spawn, fds: tuple[int, ...], server: ForkServer | None
-) -> subprocess.Popen[bytes] | ForkedChild:
+def _start(store: str, spawn: Spawn, fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     """A child of this process. See Note [Who outlives whom] in worker.py."""
-    popen: Callable[..., subprocess.Popen[bytes] | ForkedChild] = subprocess.Popen
-    if server is not None and server.can_fork():
-        popen = server.start
-    is_main = threading.current_thread() is threading.main_thread()
-    parent = os.getpid() if is_main or popen is not subprocess.Popen else 0
+    parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
     # Ctrl-C reaches all processes of the terminal. A worker ignores it, and unblocks it once it does.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        return popen(
+        return subprocess.Popen(
             spawn.command([sys.executable, "-P", "-c", f"{spawn.program}; work{(fds, store, parent)}"]),
             stdin=subprocess.DEVNULL,
             stdout=spawn.output,
@@ -152,6 +156,13 @@ def _start(
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _fork(server: ForkServer, store: str, spawn: Spawn, fds: tuple[int, ...]) -> ForkedProcess:
+    code = f"import os\n{spawn.program}\nwork((3, 4, 5), {store!r}, os.getppid())"
+    streams = (1, 2) if spawn.output is None else (spawn.output, spawn.output)
+    with open(os.devnull) as nothing:
+        return server.start(code, fds=(nothing.fileno(), *streams, *fds), env=spawn.settings)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 Note [Who outlives whom]
 A worker ends when its control socket is closed, so it cannot outlive a parent that died. A worker that is in C++ with the
 interpreter lock held would not see that; Linux kills it with its parent too (PR_SET_PDEATHSIG). That signal is sent when the
-*thread* that started the worker ends, so it is requested only if that was the parent's main thread, which adopts all forks.
+*thread* that started the worker ends, so it is requested only if that was the parent's main thread.
 """
 
 from __future__ import annotations
