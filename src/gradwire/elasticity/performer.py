@@ -248,7 +248,8 @@ class Performer:
             try:
                 version, hub = records.look(epoch, after=version, wait=_LOOK)
                 self.quorum.count(self.member, records)
-            except GroupError:
+            except (GroupError, UsageError):  # or it has another key now
+                self._closed.wait(_PAUSE)
                 continue  # training goes on without it
             self._lobby = tuple(one for one in hub.lobby if one not in hub.gone)
             with self._lock:
@@ -261,7 +262,7 @@ class Performer:
                 for instruction in todo:
                     if publishes or not isinstance(instruction, machine.Publish):
                         self._perform(instruction, records)
-            except GroupError:
+            except (GroupError, UsageError):
                 continue  # the thread that trains publishes it when the hub is back
         records.close()
 

@@ -184,6 +184,11 @@ class ElasticRun(RunSteps):
             raise UsageError(
                 f"commit() of step {number}: the run has ended. Loop while not run.done, or choose more steps=."
             )
+        if self.training.failure:
+            raise UsageError(
+                f"commit() after step {number}, in which update= has raised {self.training.failure}: this member has not committed "
+                "what the others have. Let the error end the process; another one may take its place."
+            )
         if not (self.training.retries and performer.frozen):
             if not self.training.averaged:
                 raise UsageError(
@@ -226,7 +231,7 @@ class ElasticRun(RunSteps):
         """Everything that a run needs to go on from the last committed step, but what other ranks owe: pass it, or a list of those
         of all, to `gw.elastic(state=...)`. All but the model's is JSON and tensors, which any checkpoint keeps as they are."""
         self._know()
-        if self.training.averaged:
+        if self.training.averaged or (not self.done and self.training.begun):
             raise UsageError(
                 f"the state in step {self.training.opened}: what hooks owe and buffers have changed. Save it after commit()."
             )

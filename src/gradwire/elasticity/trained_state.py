@@ -89,7 +89,7 @@ class TrainedState:
         return Trait.REMEMBERS in self.replica.runner.hook.traits
 
     def state_dict(self) -> dict[str, Any]:
-        model = self.model.state_dict()
+        model, here = self.model.state_dict(), [one for one in self._members if one in self._owners]  # who computes
         return {
             "committed": self.committed,
             "model": model,
@@ -97,7 +97,7 @@ class TrainedState:
             "optimizer": self.optimizer.state_dict(),
             "registered": {name: one.state_dict() for name, one in self.registered.items()},
             "hook": self.replica.runner.state_dict(),
-            "slots": [self._members.index(owner) for owner in self._owners],
+            "slots": [here.index(owner) for owner in self._owners],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradwire.elasticity.device_vote import mark, wait_for
 from gradwire.elasticity.machine import View
-from gradwire.elasticity.state import SavedState
+from gradwire.elasticity.state import SavedState, checksum
 from gradwire.elasticity.stream import Joins
 from gradwire.elasticity.trained_state import TrainedState
 from gradwire.errors import UsageError
@@ -64,6 +64,8 @@ class TrainingSteps(TrainedState):
         self._owes: dict[str, tuple[float, int]] = {}
         """The norm of what each member owed, and in which step."""
         self._updating = False
+        self.failure = ""
+        """What `update` has raised, so that this member has not committed what the others have."""
         self.joins = Joins(self.replica, self._rest, self._arrive, self._update)
         self.joins.allowed = self.data is not None
         self._step_hook = optimizer.register_step_pre_hook(self._before_update)
@@ -102,6 +104,12 @@ class TrainingSteps(TrainedState):
     def averaged(self) -> int:
         """How many times gradients were averaged in the step: once, when this member has the average of every bucket."""
         return self.replica.reducer.steps - self._reduced
+
+    @property
+    def begun(self) -> bool:
+        """Whether slots of the step were computed, and have changed buffers."""
+        computed, here = any(p.grad is not None for p in self._parameters), self.replica.state.named_buffers()
+        return computed and any(checksum(here[name]) != checksum(before) for name, before in self._buffers.items())
 
     @property
     def gate(self) -> torch.device | None:
@@ -159,6 +167,9 @@ class TrainingSteps(TrainedState):
         self.committed = now if step is None else step
         try:
             self.update()
+        except BaseException as error:
+            self.failure = f"{type(error).__name__}: {error}" if step is None else ""
+            raise
         finally:
             self.committed, self._updating = now, False
 

@@ -51,10 +51,7 @@ def stock(parallel: str) -> tuple[list[float], int]:
         sent["reduce_scatter"] += (size - 1) * input.nbytes // size
         return reduce_scatter(input=input, **kwargs)
 
-    with (
-        patch.object(dist, "all_reduce", counted_all_reduce),
-        patch.object(dist, name, counted_reduce_scatter),
-    ):
+    with patch.object(dist, "all_reduce", counted_all_reduce), patch.object(dist, name, counted_reduce_scatter):
         losses, _ = train(f"stock {parallel}", "stock", parallel=parallel)
     return losses, sent.total() // asked.steps
 

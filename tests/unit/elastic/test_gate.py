@@ -126,9 +126,8 @@ def test_a_closed_gate(forward: bool, tmp_path: Path, monkeypatch: pytest.Monkey
     def fault(world: Threads, me: str, place: str, run: ElasticRun) -> None:
         if run.training.opened == 4 and place == "vote" and run.view.epoch == 0:
             if me == "b":
-                wait_until(
-                    lambda: sum(one.performer.pending for one in world.runs.values()) > forward, "the others vote"
-                )
+                voted = lambda: sum(one.performer.pending for one in world.runs.values())  # noqa: E731
+                wait_until(lambda: voted() > forward, "the others vote")
                 died.set()
                 raise Killed
             if me == "c" and not forward:
@@ -156,9 +155,8 @@ def test_a_member_that_leaves_asks_for_a_vote_of_hosts(tmp_path: Path, monkeypat
         world.start(me, 3)
     world.join()
     check(world, alone(1, fused=True), dead={"b"})
-    assert world.committed["b"] == list(
-        range(7)
-    )  # the one in which it was told, and the next, which hosts have counted
+    # The one in which it was told, and the next, which hosts have counted.
+    assert world.committed["b"] == list(range(7))
 
 
 def test_members_that_differ_commit_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

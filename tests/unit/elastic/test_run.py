@@ -28,7 +28,7 @@ from gradwire import hooks
 from gradwire.elasticity.hub import Records
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.performer import Performer
-from gradwire.elasticity.quorum import Limits
+from gradwire.elasticity.quorum import Limits, Quorum
 from gradwire.elasticity.run import ElasticRun
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.state import load, pack, save, unpack
@@ -45,6 +45,7 @@ from gradwire.groups.threads_group import ThreadGroup
 from gradwire.policies import Graph
 from gradwire.testing.faults import KINDS, PLACES, Chaos, InjectedFault, inject
 from helpers.elastic_threads import DATA, SLOTS, STEPS, Killed, Threads, alone, at, check, deal, make_model, replaced
+from helpers.waiting import wait_until
 
 
 @pytest.mark.parametrize("place", ["forward", "vote", "update"])
@@ -197,10 +198,7 @@ def test_too_few_members_raise_and_save_the_state(tmp_path: Path, how: str, monk
         world.start(me, 2)
     world.join()
     assert isinstance(error := world.errors["a"], TooFewMembers)
-    reason = {
-        "patience ends": "are left, for 0.5 s",
-        "all leave": "nobody goes on",
-    }
+    reason = {"patience ends": "are left, for 0.5 s", "all leave": "nobody goes on"}
     assert reason.get(how, "until it was told to end") in str(error)
     assert error.__notes__ == [f"The state after step 2 is saved: gw.elastic(state='{path}')."]
     model, optimizer = make_model(9)
@@ -235,9 +233,8 @@ def test_what_members_with_their_own_data_owe_is_kept_when_their_number_changes(
 
     def live(me: str, run: ElasticRun) -> None:
         limits = Limits(starters=2, patience=30.0)
-        run.start(
-            me, lambda: RunRecords(records), lambda view, me, _: worlds[view.epoch][view.members.index(me)], limits
-        )
+        build = lambda view, me, _: worlds[view.epoch][view.members.index(me)]  # noqa: E731
+        run.start(me, lambda: RunRecords(records), build, limits)
         while not run.done:
             if me == "b" and run.committed == 3:
                 if not leaves:
@@ -345,6 +342,12 @@ def test_a_joiner_is_told_when_nobody_has_the_state_any_more(tmp_path: Path) -> 
     assert "nobody has the state" in str(world.errors["joiner"])
 
 
+def test_the_hub_is_watched_again_after_it_had_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Quorum, "count", count := Mock(side_effect=UsageError("the keys differ")))
+    with running_alone(tmp_path):
+        wait_until(lambda: count.call_count > 1, "the thread that watches looks again")
+
+
 def test_a_member_that_was_taken_for_dead_is_told(tmp_path: Path) -> None:
     out = threading.Event()
 
@@ -431,7 +434,9 @@ def test_what_a_step_has_committed_stays_when_members_change(tmp_path: Path) -> 
     run.start("me", lambda: RunRecords(records), lambda *_: ThreadGroup.world(1)[0], Limits(starters=1, patience=10.0))
     assert all(p.grad is None for p in model.parameters())
     step = next(iter(run))
-    for x, _ in step:
+    for number, (x, _) in enumerate(step):
+        with pytest.raises(UsageError, match="Save it after commit") if number else contextlib.nullcontext():
+            run.state_dict()
         model(x).sum().backward()
     run.performer._lobby = ("somebody",)  # the vote asks for a change
     assert step.commit()
@@ -567,6 +572,12 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="the run has ended"):
             run.commit()
     with running_alone(tmp_path) as run:
+        run.training.update = lambda: 1 / 0
+        for error in (ZeroDivisionError, UsageError):
+            run.model(DATA[0][0][None]).sum().backward()
+            with pytest.raises(error, match="division by zero"):
+                run.step()
+    with running_alone(tmp_path) as run:
         run.model(DATA[0][0][None]).sum().backward()
         with pytest.raises(UsageError, match="before the members have voted"):
             run.optimizer.step()
@@ -698,9 +709,8 @@ def test_a_view_that_cannot_begin_is_tried_again_and_the_reason_is_said(
     for me in "ab":
         world.start(me, 2)
     world.join()
-    assert any(
-        "b: 5 views in a row have failed before they began, the last one because of Shared" in one for one in said
-    )
+    text = "b: 5 views in a row have failed before they began, the last one because of Shared"
+    assert any(text in one for one in said)
     if room:
         check(world, alone(1), dead={"a"})
     else:

@@ -111,12 +111,8 @@ class Norms(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last, self.unused = (
-            nn.Linear(4, 8),
-            nn.BatchNorm1d(8),
-            nn.Linear(8, 1),
-            nn.Linear(1, 1),
-        )
+        self.first, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+        self.last, self.unused = nn.Linear(8, 1), nn.Linear(1, 1)
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -200,9 +196,8 @@ def test_the_joiner_dies(place: str, tmp_path: Path, held: threading.Event) -> N
     def fault(world: Streams, me: str, here: str, run: ElasticRun) -> None:
         if world.behind() >= FOLLOWS:
             held.set()
-        if me == "joiner" and (
-            here == place or (here == "behind" and place == "caught up" and run.training.joins.lag == 0)
-        ):
+        caught_up = here == "behind" and place == "caught up" and run.training.joins.lag == 0
+        if me == "joiner" and (here == place or caught_up):
             if place == "behind" and world.behind() < 2:
                 return
             raise Killed
@@ -247,6 +242,7 @@ def test_buffers_are_those_of_a_member_that_computes(tmp_path: Path, monkeypatch
                 raise Killed
         if place == "vote" and run.view.epoch == 2:
             counts.append(int(run.model.norm.num_batches_tracked))  # type: ignore[union-attr, arg-type]
+            assert {*run.training.state_dict()["slots"]} == {0}  # as in a run of one
         if len(counts) == FOLLOWS:
             held[1].set()
 
@@ -326,9 +322,8 @@ def test_the_others_wait_for_one_that_keeps_no_more(
 
     world = started(tmp_path, fault).join()
     joined, computes = world.views[1], world.views[2]
-    assert (
-        computes.step == joined.step + 2 + 2
-    )  # two are kept; in the next one it is compared with the others, then it asks
+    # Two are kept; in the next one it is compared with the others, then it asks.
+    assert computes.step == joined.step + 2 + 2
 
 
 @pytest.mark.parametrize("how", ["raises", "differs"])

@@ -15,10 +15,7 @@ import pytest
 from gradwire.testing.mpi import command, find_mpirun, missing, settings
 from helpers.exit_messages import without_leaks_of_triton
 
-pytestmark = [
-    pytest.mark.skipif(missing() is not None, reason=str(missing())),
-    pytest.mark.usefixtures("whole_exit"),
-]
+pytestmark = [pytest.mark.skipif(missing() is not None, reason=str(missing())), pytest.mark.usefixtures("whole_exit")]
 
 PRELUDE = """
 import sys, time, torch
