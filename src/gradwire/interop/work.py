@@ -56,11 +56,12 @@ class TorchWork(dist.Work):
         """`dropped` keeps it if nothing has waited for it when its last reference goes: see Note [Who keeps a Work alive]."""
         super().__init__()
         self.works = works
-        self._dropped = dropped
+        small = dropped is not None and sum(work.op.nbytes for work in works) <= _SMALL
+        self._dropped = dropped if small else None
         self._future: torch.futures.Future[Any] | None = None
 
     def __del__(self) -> None:
-        if self._dropped is not None and sum(work.op.nbytes for work in self.works) <= _SMALL:
+        if self._dropped is not None:
             self._dropped.append(self)
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
