@@ -8,7 +8,7 @@ process that of the spare. A script that cannot start is given up: after `_MOST`
 in one place, or before the first view in all places together, the run fails with the last one.
 So it does when the last member of a view dies: nobody could join; when a member has waited for others for too long; and after
 `_MOST_AT_ONE_STEP` exceptions in a row without a step in between, as of a sample that cannot be read. One that ends with 0 before
-training has ended, as by `break`, is not replaced.
+training has ended, as by `break`, is not replaced, nor one whose start has ended by a UsageError, which the next would meet too.
 """
 
 from __future__ import annotations
@@ -93,8 +93,11 @@ class Replacement:
             if place.member and (place.spare or place.started is None or (members and place.member not in members))
         ]
 
-    def ended(self, number: int, status: int, facts: HubFacts, now: float, *, gave_up: bool = False) -> Decision:
-        """The process in this place has ended: its exit code, or the negative number of a signal. `gave_up`: by TooFewMembers."""
+    def ended(
+        self, number: int, status: int, facts: HubFacts, now: float, *, gave_up: bool = False, refused: bool = False
+    ) -> Decision:
+        """The process in this place has ended: its exit code, or the negative number of a signal. `gave_up`: by TooFewMembers.
+        `refused`: by a UsageError at its start."""
         place = self.places[number]
         out = facts.last is not None and place.member not in facts.last.members
         place.member = ""
@@ -115,8 +118,11 @@ class Replacement:
         failures = place.failures if facts.last is not None else sum(one.failures for one in self.places)
         before, self._step = self._step, 0 if facts.last is None else facts.last.step
         self._stuck = self._stuck + 1 if self._step == before and status > 0 else 0
-        if failures >= _MOST or self._stuck >= _MOST_AT_ONE_STEP or facts.lost is not None or (gave_up and not out):
+        over = facts.lost is not None or (gave_up and not out) or (refused and not self.ranks)
+        if failures >= _MOST or self._stuck >= _MOST_AT_ONE_STEP or over:
             return Decision(Verdict.FAILED)
+        if refused:
+            return Decision(Verdict.DIED)
         self.replaced += 1
         promoted = None if place.spare else self._promote()
         place.spare = place.spare or promoted is not None

@@ -21,7 +21,7 @@ from typing import Any
 from gradwire.elasticity.hub import Address
 from gradwire.elasticity.machine import View
 from gradwire.elasticity.run_records import HubFacts, RunRecords
-from gradwire.errors import TooFewMembers
+from gradwire.errors import TooFewMembers, UsageError, UsageRuntimeError, UsageTypeError
 from gradwire.launch.chaos_schedule import FAULTS, ChaosSchedule
 from gradwire.launch.environment import MEMBER, STARTERS
 from gradwire.launch.hub_host import HubCalls, HubHost, host_and_port
@@ -40,6 +40,7 @@ _PERIOD = 0.1
 _HUB_PAUSE = 1.0
 """Seconds from one start of a hub that ends by itself to the next; one that was killed is started again at once."""
 MOST_RECORDED = 50
+_REFUSALS = {error.__name__ for error in (UsageError, UsageTypeError, UsageRuntimeError)}
 _STOP = 2.0
 """Seconds for which a rank is stopped by `--chaos`."""
 
@@ -141,8 +142,12 @@ class ElasticSupervisor(Supervisor):
         if facts.lost is not None and not self._suspended.isdisjoint(facts.lost.members):
             facts = facts._replace(lost=None)
         member, lived = places[number].member, ending.after - (places[number].started or 0.0)
-        gave_up = ending.error is not None and ending.error.name == TooFewMembers.__name__
-        verdict, delay, promoted = self._members.ended(number, ending.status, facts, ending.after, gave_up=gave_up)
+        error = ending.error
+        gave_up = error is not None and error.name == TooFewMembers.__name__
+        refused = error is not None and error.starting and error.name in _REFUSALS
+        verdict, delay, promoted = self._members.ended(
+            number, ending.status, facts, ending.after, gave_up=gave_up, refused=refused
+        )
         if verdict in (Verdict.FINISHED, Verdict.FAILED):
             self._shutdown.ended(ending)
         else:

@@ -95,3 +95,10 @@ def test_processes_that_cannot_start_are_given_up_after_pauses() -> None:
     assert made.ended(2, 1, known(), 5.0) == DIED  # only deaths in a row count
     assert made.ended(2, 1, known(seen=False), 5.0) == DIED
     assert made.ended(0, 1, known("h-1-0", lost=True), 5.0) == Decision(Verdict.FAILED)
+
+
+def test_one_whose_start_is_refused_is_not_replaced_and_the_run_fails_with_the_last() -> None:
+    made = started()
+    ended = [made.ended(number, 1, facts(made), 5.0, refused=True) for number in range(3)]
+    assert ended == [Decision(Verdict.DIED)] * 2 + [Decision(Verdict.FAILED)]
+    assert (made.died, made.replaced, made.ranks) == (3, 0, 0)
