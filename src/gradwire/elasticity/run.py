@@ -193,7 +193,7 @@ class ElasticRun(RunSteps):
             if not self.training.averaged:
                 raise UsageError(
                     f"commit() of step {number}: no gradients were averaged in it. Call backward() for every batch of the step "
-                    "first. If it does not use all parameters, pass graph=Graph.FIND_UNUSED to gw.elastic."
+                    "first. If it does not use all parameters, pass graph=gw.policies.Graph.FIND_UNUSED."
                 )
             if self.training.averaged > 1:
                 raise UsageError(

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import gradwire
 from gradwire.observe.hangs import stacks as hang_stacks
 from gradwire.observe.hangs.stacks import _STARTERS, Frame, parse_dump, parse_stacks, read_stacks
 from gradwire.observe.recording import _header
+from gradwire.observe.rings.run_follower import RunFollower
 
 DUMP = [
     {"thread_id": 7, "frames": [{"name": "run", "filename": "/a.py", "line": 3}]},
@@ -39,6 +41,15 @@ def test_the_file_of_stacks_does_not_grow_forever(recorded):
     [stacks] = read_stacks({path: _header(0, 1)}).values()
     assert "test_the_file_of_stacks_does_not_grow_forever" in [frame.function for frame in stacks[0]]
     assert path.stat().st_size < 1 << 20
+
+
+def test_a_rank_that_answers_gets_no_signal_which_could_crash_it(recorded, monkeypatch):
+    """faulthandler's handler reads the frames of threads that run, and may find them gone."""
+    monkeypatch.setattr(hang_stacks, "_signal", lambda pid: pytest.fail("a signal"))
+    with closing(RunFollower(recorded)) as run:
+        run.look()
+        [stacks] = run.stacks(run.ranks.values(), within=60.0).values()
+    assert "test_a_rank_that_answers_gets_no_signal_which_could_crash_it" in [frame.function for frame in stacks[0]]
 
 
 def test_of_a_rank_that_was_asked_twice_the_last_answer_counts():

@@ -1,13 +1,15 @@
-"""Asks the process of a rank which gradients it waits for. Without torch, except in the rank.
+"""Asks the process of a rank which gradients it waits for, or what its threads do. Without torch, except in the rank.
 
 Which gradients have arrived is not recorded, because being told of each of them costs more than all other records. So a
 hang report asks: it writes a byte to a pipe of the rank, which it finds by the rank's process id, and a thread of the rank writes
-the answer to `rank-N.awaited`. A process that is stopped, or whose interpreter is blocked by C code, does not answer.
+the answer to `rank-N.awaited`, or the stacks to `rank-N.stacks`. A process that is stopped, or whose interpreter is blocked by C
+code, does not answer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import sys
@@ -22,6 +24,7 @@ from gradwire.runtime.private_file import write_private
 SUBJECT = "questions"
 """Of the description that has the number of the pipe."""
 SUFFIX = ".awaited"
+STACKS = b"!"
 _ASK, _END = b"?", b"."
 _PAUSE = 0.01
 _STOP_WITHIN = 5.0
@@ -59,16 +62,21 @@ def answer_questions(path: Path) -> Iterator[dict[str, int]]:
 
 
 def _answer(reader: int, path: Path) -> None:
-    while os.read(reader, 1) == _ASK:
+    while (question := os.read(reader, 1)) != _END:
         asked = time.monotonic_ns()
         # Not imported, as the thread that hangs may hold the lock of imports: a module that is not there has no models.
         intake = sys.modules.get("gradwire.reducer.intake.intake")
         with contextlib.suppress(OSError, RuntimeError):  # a full disk; a model that is being made at this moment
+            if question == STACKS:
+                with path.with_suffix(".stacks").open("r+b") as file:
+                    file.seek(0, os.SEEK_END)
+                    faulthandler.dump_traceback(file)
+                continue
             models = [] if intake is None else intake.awaited_gradients()
             write_private(path, json.dumps({"time": asked, "models": models}).encode())
 
 
-def ask(header: Mapping[str, Any], how: Mapping[str, Any]) -> bool:
+def ask(header: Mapping[str, Any], how: Mapping[str, Any], question: bytes = _ASK) -> bool:
     """Ask the rank with this header, as it has described; returns whether that was possible."""
     try:
         path = f"/proc/{header['pid']}/fd/{how['descriptor']}"
@@ -77,7 +85,7 @@ def ask(header: Mapping[str, Any], how: Mapping[str, Any]) -> bool:
         fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             # Once the recorder was stopped, its number may be that of a file of the user's.
-            return os.fstat(fd).st_ino == how["inode"] and os.write(fd, _ASK) == 1
+            return os.fstat(fd).st_ino == how["inode"] and os.write(fd, question) == 1
         finally:
             os.close(fd)
     except OSError:

@@ -1,10 +1,11 @@
 """Python stacks of a rank that may not answer. Without torch.
 
-In a rank that is recorded, faulthandler writes the stacks of all threads to `rank-N.stacks` on a signal. Its handler is C code
-that runs immediately: in a Python loop, in a system call, and in C code that holds the interpreter's lock. A process that is
-stopped, or blocks the signal, does not answer: py-spy reads its memory, if it is installed (`pip install gradwire[py-spy]`) and
-has the right to trace. A process may trace those that it has started, so the launcher may; elsewhere the system decides
-(`kernel.yama.ptrace_scope`).
+In a rank that is recorded, faulthandler writes the stacks of all threads to `rank-N.stacks`: called by a thread of the rank (see
+`gradient_questions.py`), or else on a signal. The handler of the signal is C code that runs immediately, also while other C code
+holds the interpreter's lock. But it reads the frames of threads that may be running, which has crashed ranks: so it is for those
+whose thread does not answer, when those frames stand still. A process that is stopped, or blocks the signal, does not answer:
+py-spy reads its memory, if it is installed (`pip install gradwire[py-spy]`) and has the right to trace. A process may trace those
+that it has started, so the launcher may; elsewhere the system decides (`kernel.yama.ptrace_scope`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gradwire.observe.hangs.gradient_questions import STACKS, ask
 from gradwire.runtime.host import ProcessState, handles_signal, process_state
 
 SIGNAL = signal.SIGRTMIN + 12
@@ -76,22 +78,33 @@ def write_stacks(path: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def read_stacks(headers: Mapping[Path, Mapping[str, Any]], *, within: float = 1.0) -> dict[Path, list[Stack]]:
+def read_stacks(
+    headers: Mapping[Path, Mapping[str, Any]],
+    how: Mapping[Path, Mapping[str, Any]] | None = None,
+    *,
+    within: float = 1.0,
+) -> dict[Path, list[Stack]]:
     """The stacks of the threads of several ranks now, the main thread's first. By the path of each rank's file of stacks and the
-    header of its ring. All ranks are asked at the same time, and have `within` seconds to answer. Those that do not, or are
-    stopped, are looked at by py-spy, where it is installed."""
+    header of its ring; `how` they can be asked. All are asked at the same time, and have `within` seconds to answer. Those that do
+    not, or are stopped, are looked at by py-spy, where it is installed."""
     found: dict[Path, list[Stack]] = {path: [] for path in headers}
-    asked = {path: begin for path, header in headers.items() if (begin := _ask(path, int(header["pid"]))) is not None}
+    asked = {path: begin for path, header in headers.items() if (begin := _begin(path, int(header["pid"]))) is not None}
+    polite = {path for path in asked if how and path in how and ask(headers[path], how[path], STACKS)}
+    for path in asked.keys() - polite:
+        _signal(int(headers[path]["pid"]))
     texts = dict.fromkeys(asked, "")
     changed = dict.fromkeys(asked, time.monotonic())
     deadline = time.monotonic() + within
-    while asked and time.monotonic() < deadline:
+    while asked and (left := deadline - time.monotonic()) > 0:
         time.sleep(_PAUSE)
         for path, begin in list(asked.items()):
             with contextlib.suppress(OSError), path.open(errors="replace") as file:
                 file.seek(begin)
                 if (text := file.read()) != texts[path]:
                     texts[path], changed[path] = text, time.monotonic()
+            if left < within / 2 and path in polite and not texts[path]:
+                polite.remove(path)
+                _signal(int(headers[path]["pid"]))
             found[path] = parse_stacks(texts[path], main=int(headers[path]["main_thread"]))
             # Nothing marks the end, except that the stack of a program ends in a module.
             ended = any(stack and stack[-1].function in _OUTERMOST for stack in found[path][:1])
@@ -127,18 +140,21 @@ def dump_stacks(pids: Mapping[Path, int], *, within: float) -> dict[Path, str]:
     return {key: text for key, call in calls.items() if call.wait(within + 1.0) and (text := call.result())}
 
 
-def _ask(path: Path, pid: int) -> int | None:
-    """Send the signal; returns where in the file the answer will be, None if the rank cannot answer."""
+def _begin(path: Path, pid: int) -> int | None:
+    """Where in the file the answer will be, None if the rank cannot answer."""
     if process_state(pid) is ProcessState.STOPPED or not handles_signal(pid, SIGNAL):
         return None
     try:
         if path.stat().st_size > _LARGEST:  # it is only ever added to
             os.truncate(path, 0)
-        begin = path.stat().st_size
-        os.kill(pid, SIGNAL)
+        return path.stat().st_size
     except OSError:
         return None
-    return begin
+
+
+def _signal(pid: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(pid, SIGNAL)
 
 
 def parse_stacks(text: str, *, main: int) -> list[Stack]:

@@ -133,7 +133,8 @@ class RunFollower:
         """The stacks of these ranks, read at the same time, the main thread's first; none of those whose process is gone."""
         gone = (ProcessState.GONE, ProcessState.UNKNOWN)
         asked = {self._file(rank, ".stacks"): rank for rank in ranks if self.state(rank) not in gone}
-        found = read_stacks({path: rank.header for path, rank in asked.items()}, within=within)
+        how = {path: rank.descriptions[SUBJECT][-1] for path, rank in asked.items() if rank.descriptions.get(SUBJECT)}
+        found = read_stacks({path: rank.header for path, rank in asked.items()}, how, within=within)
         return {asked[path].rank: stacks for path, stacks in found.items()}
 
     def ask(self, ranks: Iterable[RankProgress], *, within: float = 0.3) -> Callable[[], dict[int, list[Awaited]]]:
