@@ -9,19 +9,20 @@ import pytest
 
 import gradwire
 from gradwire.observe.hangs import stacks as hang_stacks
-from gradwire.observe.hangs.stacks import _STARTERS, Frame, parse_dump, parse_stacks, read_stacks
+from gradwire.observe.hangs.stacks import _QUESTIONS, _STARTERS, Frame, parse_dump, parse_stacks, read_stacks
 from gradwire.observe.recording import _header
 from gradwire.observe.rings.run_follower import RunFollower
 
 DUMP = [
     {"thread_id": 7, "frames": [{"name": "run", "filename": "/a.py", "line": 3}]},
-    {"thread_id": 5, "frames": [{"name": "f", "filename": "/b.py", "line": 9}]},
+    {"thread_id": 6, "frames": [{"name": "_answer", "filename": _QUESTIONS, "line": 1}]},
+    {"thread_id": 5, "frames": [{"name": "stop", "filename": _QUESTIONS, "line": 9}]},
 ]
 
 
-def test_what_py_spy_writes_is_read_with_the_main_thread_first():
+def test_what_py_spy_writes_is_read_with_the_main_thread_first_also_while_it_stops_the_thread_that_answers():
     main, other = parse_dump(json.dumps(DUMP), main=5)
-    assert (main, other) == ((Frame("/b.py", 9, "f"),), (Frame("/a.py", 3, "run"),))
+    assert (main, other) == ((Frame(_QUESTIONS, 9, "stop"),), (Frame("/a.py", 3, "run"),))
 
 
 @pytest.mark.parametrize("text", ["", "Error: no such process", "{}", "[1]", '[{"thread_id": 1}]', "null"])

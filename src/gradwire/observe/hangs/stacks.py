@@ -188,8 +188,9 @@ def parse_dump(text: str, *, main: int) -> list[Stack]:
 
 def main_first(threads: Mapping[int, Sequence[Frame]], main: int) -> list[Stack]:
     """The stacks of `threads`, that of `main` first, without the one that waits for questions."""
-    stacks = [tuple(threads[thread]) for thread in sorted(threads, key=lambda thread: thread != main)]
-    return [stack for stack in stacks if not stack or not stack[0].file.endswith(_QUESTIONS)]
+    order = sorted(threads, key=lambda thread: thread != main)
+    waits = {one for one in order if one != main and any(f.file.endswith(_QUESTIONS) for f in threads[one][:1])}
+    return [tuple(threads[one]) for one in order if one not in waits]
 
 
 def user_frames(frames: Sequence[Frame], header: Mapping[str, Any]) -> list[Frame]:
