@@ -21,12 +21,15 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.faults_plot import History, draw, measured_on
+from benchmarks.faults_rank import BATCH
 from benchmarks.faults_run import CommitLine, FaultsRun, Launch, check, launch, left_over
 from benchmarks.machine import describe
+from benchmarks.plot import check_plot
 from benchmarks.result import Column, Figures, Result, fixed, time_words
 from benchmarks.timing import Series
 from benchmarks.world import bar
-from gradwire.errors import GroupError
+from gradwire.errors import GroupError, UsageError
 from gradwire.testing.faults import PLACES
 
 IN_A_STEP = {"forward": 4e-3, "bucket in flight": 2e-3, "vote": 4e-3, "optimizer": 4e-3}
@@ -44,6 +47,11 @@ _PLAIN_STEPS = 200
 
 def run(args: argparse.Namespace, console: Console, start: Launch = launch) -> Result:
     """Measure."""
+    check_plot("--plot", args.plot)
+    if BATCH % args.slots or args.ranks > BATCH:
+        raise UsageError(
+            f"--slots {args.slots}: a step has {BATCH} samples. Choose a divisor, and at most as many ranks."
+        )
     if args.peer:
         from benchmarks import faults_peers
 
@@ -60,6 +68,9 @@ def run(args: argparse.Namespace, console: Console, start: Launch = launch) -> R
         options["rate"] = {**{place: rate * args.rate for place, rate in IN_A_STEP.items()}, **IN_A_CHANGE}
         training, hubs = train(folder, args, options, console, start)
         commits, faults, rest = training.commits, training.read("faults"), left_over(folder)
+    if args.plot is not None:
+        title = f"{args.ranks} ranks that die at random places, seed {args.seed}; the hub was killed {hubs} times"
+        draw(args.plot, [history(commits, faults)], title=title, footer=measured_on(machine), pace=plain)
     return result(machine, args, commits, faults, hubs, plain=plain, rest=rest)
 
 
@@ -92,6 +103,13 @@ def train(
         if (code := training.launcher.wait(120.0)) not in (0, 128 + signal.SIGTERM):
             raise GroupError(f"training under faults: exit code {code}. Its output:\n{training.said()}")
     return training, hubs
+
+
+def history(commits: list[CommitLine], faults: list[Any]) -> History:
+    """All of it, for the picture."""
+    begin, end = (pick(line.time for line in commits) for pick in (min, max))
+    times = [fault["time"] - begin for fault in faults if begin <= fault["time"] <= end]
+    return History("gw.elastic", end - begin, [(line.time - begin, line.step, line.members) for line in commits], times)
 
 
 def counted(training: FaultsRun) -> list[Any]:

@@ -26,13 +26,12 @@ from rich.console import Console
 from benchmarks.faults import quantile
 from benchmarks.faults_contenders import Contender, Launched, Processes, TorchFT, torchft_version
 from benchmarks.faults_peer_rank import GLOBAL_BATCH
-from benchmarks.faults_plot import History, draw
+from benchmarks.faults_plot import History, draw, measured_on
 from benchmarks.machine import describe
-from benchmarks.plot import check_plot
 from benchmarks.result import Column, Figures, Result, fixed, time_words
 from benchmarks.timing import Series
 from benchmarks.world import bar
-from gradwire.errors import GroupError, UsageError
+from gradwire.errors import GroupError
 from gradwire.launch.chaos_schedule import ChaosSchedule
 
 OURS, RESTART = "gw.elastic", "restart"
@@ -65,11 +64,6 @@ class Trial:
 
 def run(args: argparse.Namespace, console: Console) -> Result:
     """Measure."""
-    check_plot("--plot", args.plot)
-    if GLOBAL_BATCH % args.slots or args.ranks > GLOBAL_BATCH:
-        raise UsageError(
-            f"--slots {args.slots}: a step has {GLOBAL_BATCH} samples. Choose a divisor, and at most as many ranks."
-        )
     machine, lines = describe(), list[str]()
     options = {"ranks": args.ranks, "width": args.width, "slots": args.slots, "checkpoint": 0}
     python = args.python or sys.executable
@@ -100,7 +94,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     if args.plot is not None:
         title = f"{args.ranks} ranks, one killed every {args.interval:g} s in the mean, seed {args.seed}"
         pace = statistics.median(bases["ddp"])
-        draw(args.plot, [one.history for one in found.values()], title=title, footer=_footer(machine), pace=pace)
+        draw(args.plot, [one.history for one in found.values()], title=title, footer=measured_on(machine), pace=pace)
     lines += [f"{BASES[way]}: {_words(rates)} steps per second without faults." for way, rates in bases.items()]
     return result(machine, args, rows, lines)
 
@@ -112,10 +106,6 @@ def started(name: str, args: argparse.Namespace, options: dict[str, Any], python
     if name == RESTART:
         return Launched(folder, "ddp", {**options, "checkpoint": args.checkpoint}, again=True)
     return TorchFT(folder, options, python, PEERS[name])
-
-
-def _footer(machine: Mapping[str, str]) -> str:
-    return "; ".join(str(value) for value in list(machine.values())[:3])
 
 
 def _words(rates: Sequence[float]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from benchmarks.plot import COLORS, new_figure
 
 _BIN, _STEPS = 0.25, 4
 """The least number of seconds, and of usual steps, for which members are counted together."""
+_MANY = 100
+"""Of more faults the marks are smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,8 @@ def draw(file: Path, runs: Sequence[History], *, title: str, footer: str, pace: 
     for run, below, color in zip(runs, axes[1:], COLORS, strict=False):
         times, steps = zip(*run.progress, (run.seconds, run.progress[-1][1]), strict=True)
         axes[0].plot(times, steps, color=color, linewidth=1.4, label=run.name, drawstyle="steps-post")
-        marks = [max(step for at, step in run.progress if at <= fault) for fault in run.faults]
-        axes[0].plot(run.faults, marks, color=color, marker="x", markersize=6, linestyle="", markeredgewidth=1.6)
+        marks = [steps[bisect.bisect(times, fault) - 1] for fault in run.faults]
+        axes[0].plot(run.faults, marks, color=color, linestyle="", **_mark(run))
         _strip(below, run, color)
     axes[0].plot([], [], color="#000000", marker="x", linestyle="", label="a rank is killed")
     axes[0].set_ylabel("steps committed")
@@ -77,11 +80,21 @@ def draw(file: Path, runs: Sequence[History], *, title: str, footer: str, pace: 
     figure.savefig(file)
 
 
+def measured_on(machine: Mapping[str, str]) -> str:
+    """Where it was measured."""
+    return "; ".join(str(value) for value in list(machine.values())[:3])
+
+
+def _mark(run: History) -> dict[str, Any]:
+    many = len(run.faults) > _MANY
+    return {"marker": "x", "markersize": 3 if many else 6, "markeredgewidth": 0.5 if many else 1.6}
+
+
 def _strip(axes: Any, run: History, color: str) -> None:
     times, members = zip(*run.members, strict=True)
     most = max(1, *members)
     axes.fill_between([*times, run.seconds], [*members, members[-1]], step="post", color=color, alpha=0.35, linewidth=0)
-    axes.plot(run.faults, [most + 0.5] * len(run.faults), color=color, marker="x", linestyle="", markeredgewidth=1.6)
+    axes.plot(run.faults, [most + 0.5] * len(run.faults), color=color, linestyle="", **_mark(run))
     axes.set_ylim(0, most + 1)
     axes.set_yticks([0, most])
     axes.set_ylabel("members", fontsize=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.console import Console
 from benchmarks import faults
 from benchmarks.__main__ import parser
 from benchmarks.faults_run import CommitLine, Launch
+from gradwire.errors import UsageError
 
 
 def test_members_that_are_killed_leave_no_trace_in_what_the_others_train(start: Launch) -> None:
@@ -18,6 +20,12 @@ def test_members_that_are_killed_leave_no_trace_in_what_the_others_train(start: 
     result = faults.run(parser().parse_args(words), Console(file=io.StringIO()), start)
     assert result.error is None, result.lines
     assert int(result.figures[0].rows["all"]["number"]) >= 60
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    args = parser().parse_args(["faults", "--plot", str(tmp_path / "faults.txt")])
+    with pytest.raises(UsageError, match="unsupported file type"):
+        faults.run(args, Console(), lambda *_: pytest.fail("it has started"))
 
 
 def test_what_members_wrote_is_compared() -> None:
@@ -38,6 +46,9 @@ def test_what_members_wrote_is_compared() -> None:
     assert good.error is None
     assert good.figures[0].rows["vote"]["wait"].median == pytest.approx(0.5)
     assert good.figures[0].rows["all"]["goodput"] == pytest.approx(2 / 1.1 / 20)
+    pictured = faults.history(commits, [*killed, {"time": 9.0}])
+    assert (pictured.seconds, pictured.faults) == (pytest.approx(1.1), [0.5])
+    assert [step for _, step in pictured.progress] == [0, 1, 2, 3]
     assert faults.result({}, args, commits, killed, hubs=0, rest=["process 1"]).error is not None
     for wrong in (
         line(2.0, "c", 1, 1, "other"),
