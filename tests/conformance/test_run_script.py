@@ -66,8 +66,7 @@ PROGRAMS = {
 FORKED = """
 import sys
 from gradwire.cli import main, run
-from gradwire.launch import preload
-preload.MODULES = ("decimal",)
+run.preloaded_modules = lambda source: ["decimal"]
 run.why_not_preload = lambda source: ""
 sys.exit(main())
 """

@@ -25,7 +25,7 @@ from gradwire.errors import UsageError
 from gradwire.launch.display import Picture, find_terminal
 from gradwire.launch.environment import CHECK_DIVERGENCE, HOOK, NONFINITE, RUN_DIRECTORY, LocalWorld, rank_environment
 from gradwire.launch.preload import ELASTIC_MODULES, PreloadedPython
-from gradwire.launch.preload_check import source_of, why_not_preload
+from gradwire.launch.preload_check import preloaded_modules, source_of, why_not_preload
 from gradwire.launch.run_script import python_command
 from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.supervise import LaunchSpec, Supervisor
@@ -200,9 +200,10 @@ def _launch(
         environments = [rank_environment(base, extra, rank, world) for rank in range(size + args.spares)]
         for spare in environments[size:]:
             spare.update(dict.fromkeys(("GRADWIRE_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(environments))))
-        cold = "--no-preload" if args.no_preload else _why_not_preload(args, words[0])
+        source = _source(words[0], module=args.module)
+        cold = "--no-preload" if args.no_preload else "" if source is None else why_not_preload(source)
         folder = os.getcwd() if args.module else os.path.dirname(os.path.realpath(words[0]))
-        modules = None if plan is None else ELASTIC_MODULES
+        modules = preloaded_modules(source) if plan is None else ELASTIC_MODULES
         spec = LaunchSpec(
             command,
             environments,
@@ -221,12 +222,12 @@ def _launch(
         return (Supervisor(spec) if plan is None else ElasticSupervisor(spec, plan)).supervise()
 
 
-def _why_not_preload(args: argparse.Namespace, script: str) -> str:
-    """Why ranks are not forks of a process that has imported torch, as far as the source of the script shows it."""
+def _source(script: str, *, module: bool) -> bytes | None:
+    """Of the script; None for an installed module."""
     try:
-        return why_not_preload(source_of(script, module=args.module).read_bytes())
-    except OSError:  # an installed module
-        return ""
+        return source_of(script, module=module).read_bytes()
+    except OSError:
+        return None
 
 
 def _view(args: argparse.Namespace) -> tuple[Picture | None, float | None]:

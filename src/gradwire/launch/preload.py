@@ -26,13 +26,11 @@ from gradwire.launch.preload_server import READY
 from gradwire.launch.process import Guardian
 from gradwire.runtime.fork_server import START_LIMIT, ask
 
-MODULES = ("torch",)
-"""What the server imports."""
 ELASTIC_MODULES = (
-    *(*MODULES, "encodings.idna", "gradwire.elasticity.preloaded", "gradwire.autograd.compiled.inductor_pass"),
+    *("torch", "encodings.idna", "gradwire.elasticity.preloaded", "gradwire.autograd.compiled.inductor_pass"),
     *("gradwire.launch.elastic_entry", "gradwire.observe.recording"),
 )
-"""What it imports for ranks that may be replaced, while others wait."""
+"""What the server imports for ranks that may be replaced, while others wait."""
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _CHUNK = 1 << 16
 
@@ -64,9 +62,9 @@ class PreloadedPython:
         environments: Sequence[Mapping[str, str]],
         *,
         directory: str,
-        modules: Sequence[str] | None = None,
+        modules: Sequence[str] = ("torch",),
     ) -> None:
-        """`modules` are what the server imports; by default `MODULES`."""
+        """`modules` are what the server imports."""
         self.reason: str | None = None
         """Why the server cannot fork: empty if it can, None while it starts."""
         self._command = list(command)
@@ -75,7 +73,7 @@ class PreloadedPython:
         self._control, theirs = socket.socketpair()
         with theirs:
             common = dict(set.intersection(*(set(environ.items()) for environ in environments)))
-            server = {"fd": theirs.fileno(), "modules": modules or MODULES, "directory": directory}
+            server = {"fd": theirs.fileno(), "modules": modules, "directory": directory}
             self._process = subprocess.Popen(
                 self._command,
                 env={**common, SERVER: json.dumps(server)},

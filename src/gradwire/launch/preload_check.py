@@ -25,6 +25,11 @@ def source_of(script: str, *, module: bool) -> Path:
     return path if not module else path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
 
 
+def preloaded_modules(source: bytes | None) -> list[str]:
+    """What ranks that run `source` will import: an optimizer imports torch._dynamo, which takes as long as torch."""
+    return ["torch", *(["torch._dynamo"] if source is None or b"optim" in source else [])]
+
+
 def why_not_preload(source: str | bytes) -> str:
     """Why ranks that run `source` must import torch themselves; empty if nothing in it says so.
 

@@ -282,8 +282,7 @@ def start(*words: str, command: Sequence[str] = COMMAND) -> subprocess.Popen[str
 FORKING = """
 import sys
 from gradwire.cli import main, run
-from gradwire.launch import preload
-preload.MODULES = ("decimal",)
+run.preloaded_modules = lambda source: ["decimal"]
 run.why_not_preload = lambda source: ""
 sys.exit(main(["run", *sys.argv[1:]]))
 """

@@ -29,7 +29,7 @@ def stay():  # not in one call: a signal that arrives just before it is handled 
 
 
 @pytest.fixture
-def launch(tmp_path, capfdbinary, request, monkeypatch):
+def launch(tmp_path, capfdbinary, request):
     """Run a script on some ranks: (exit code, stdout, stderr). "forked": they are forks of one process, which imports `module`."""
     forked = getattr(request, "param", None) == "forked"
 
@@ -49,8 +49,8 @@ def launch(tmp_path, capfdbinary, request, monkeypatch):
         if forked:
             (tmp_path / "lib").mkdir()
             (tmp_path / "lib" / "heavy.py").write_text(HEAD.replace("rank =", "#") + textwrap.dedent(module))
-            monkeypatch.setattr(preload, "MODULES", ("heavy",))  # torch takes seconds
-            options["preload"] = server = preload.PreloadedPython(command, environments, directory=str(tmp_path))
+            heavy = {"directory": str(tmp_path), "modules": ["heavy"]}  # torch takes seconds
+            options["preload"] = server = preload.PreloadedPython(command, environments, **heavy)
         spec = LaunchSpec(command, environments, errors=errors, **options)
         code = (Supervisor(spec) if plan is None else ElasticSupervisor(spec, plan)).supervise()
         if forked:

@@ -12,7 +12,7 @@ from gradwire.groups.kinds import default_kind
 from gradwire.launch import Address, Launcher, World, find_world
 from gradwire.launch.entry import _agree
 from gradwire.launch.environment import HUB, LocalWorld, rank_environment
-from gradwire.launch.preload_check import source_of, why_not_preload
+from gradwire.launch.preload_check import preloaded_modules, source_of, why_not_preload
 
 STORE = Address("127.0.0.1", 4000)
 PRIVATE = "123:4:5:678"
@@ -139,6 +139,11 @@ def test_variables_that_a_script_sets_for_torch_are_found(source, variable):
 )
 def test_what_a_script_imports(source, expected):
     assert why_not_preload(source) == expected
+
+
+def test_what_an_optimizer_imports_is_imported_once_for_all_ranks():
+    sources = (b"import torch", b"import torch\ntorch.optim.SGD", None)  # the last one: of an installed module
+    assert [len(preloaded_modules(source)) for source in sources] == [1, 2, 2]
 
 
 def test_the_source_of_a_module(tmp_path, monkeypatch):
