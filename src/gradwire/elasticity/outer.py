@@ -101,7 +101,7 @@ class OuterTraining(Training):
 
     def open(self) -> None:
         self.replica.reducer.abandon("the step has ended")
-        self._clear_gradients()
+        self.clear_gradients()
         self.replica.reducer.iterations.number = self.opened
         self._reduced = self.replica.reducer.steps
 

@@ -11,6 +11,7 @@ publication on both: what one of them has frozen, the other may publish again, w
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,14 @@ import torch
 from gradwire.elasticity import machine
 from gradwire.elasticity.device_vote import DeviceVote
 from gradwire.elasticity.quorum import Limits, Quorum
-from gradwire.elasticity.run_errors import diverged, nobody_has_the_state, pause_after, silent_members, too_few
+from gradwire.elasticity.run_errors import (
+    diverged,
+    nobody_has_the_state,
+    pause_after,
+    silent_members,
+    too_few,
+    warn_of_a_wait,
+)
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.training import Training
 from gradwire.errors import CollectiveMismatch, Evicted, GroupAborted, GroupError, HookError, TooFewMembers, UsageError
@@ -28,7 +36,7 @@ from gradwire.groups.base import Group
 from gradwire.groups.store.rendezvous import watching
 
 _CHANGE = "the members of the run change"
-_PAUSE = 0.02
+_PAUSE, _WARN = 0.02, 5.0
 _LOOK = 0.5
 """Seconds for which one look at the hub waits for news."""
 _AWAY, _CLOSE = 6.0, 1.0
@@ -178,7 +186,8 @@ class Performer:
             self._asks = False
 
     def _change_members(self) -> None:
-        published, version, failed, deadline = -2, -1, 0, time.monotonic() + self._limits.patience
+        published, version, failed, begun = -2, -1, 0, time.monotonic()
+        warned, deadline = begun + _WARN, begun + self._limits.patience
         while self.member.phase is machine.MemberPhase.FROZEN:
             epoch, hub, facts, away = self.member.epoch, machine.HubState({}), None, False
             try:
@@ -200,6 +209,9 @@ class Performer:
                 failed += 1
                 pause_after(failed, self.member.me, self._failure, self._limits.patience)
             waits_for_joiners = not todo and not silent_members(self.member, hub)
+            if waits_for_joiners and not away and self.frozen and time.monotonic() > warned:
+                warned = math.inf
+                warn_of_a_wait(self.member, deadline - time.monotonic())
             late = time.monotonic() > deadline or (self.leaving and (waits_for_joiners or away))
             if late and self.member.phase is machine.MemberPhase.FROZEN:
                 self._react(lambda member, hub=hub: member.give_up(hub))  # type: ignore[misc]

@@ -72,8 +72,7 @@ class ElasticRun(RunSteps):
         self.model = model
         self.optimizer = optimizer
         self.data = data
-        self.finished = False
-        """Whether training has ended here, for whatever reason but that this process leaves."""
+        self._process = os.getpid()
 
     def start(self, me: str, connect: Callable[[], RunRecords], build: Build, limits: Limits) -> ElasticRun:
         """Join the run: returns when this process is a member, with the state of the others."""
@@ -121,6 +120,8 @@ class ElasticRun(RunSteps):
             self.release()
 
     def release(self) -> None:
+        if os.getpid() != self._process:
+            return  # a child that os.fork has made ends alone
         self.finished = self.finished or not self.left
         if self._performer is not None:
             self._performer.close()
@@ -138,10 +139,6 @@ class ElasticRun(RunSteps):
         """How many steps have been committed; of a hook with rounds, in whole rounds. Waits for the device where that votes."""
         self._know()
         return self.training.steps_committed
-
-    @property
-    def done(self) -> bool:
-        return self.left or self.finished or (self.steps is not None and self.training.opened >= self.steps)
 
     def __iter__(self) -> Iterator[ElasticStep]:
         while not self.done:
@@ -180,26 +177,7 @@ class ElasticRun(RunSteps):
             return False
         number, performer = self.training.opened, self.performer
         performer.resolve()
-        if self.done:
-            raise UsageError(
-                f"commit() of step {number}: the run has ended. Loop while not run.done, or choose more steps=."
-            )
-        if self.training.failure:
-            raise UsageError(
-                f"commit() after step {number}, in which update= has raised {self.training.failure}: this member has not committed "
-                "what the others have. Let the error end the process; another one may take its place."
-            )
-        if not (self.training.retries and performer.frozen):
-            if not self.training.averaged:
-                raise UsageError(
-                    f"commit() of step {number}: no gradients were averaged in it. Call backward() for every batch of the step "
-                    "first. If it does not use all parameters, pass graph=gw.policies.Graph.FIND_UNUSED."
-                )
-            if self.training.averaged > 1:
-                raise UsageError(
-                    f"commit() of step {number}: gradients were averaged {self.training.averaged} times in it. Take the next batch "
-                    "only after the backward of the one before; call commit() after the last."
-                )
+        self._check_step(number)
         with self._rescuing():
             if isinstance(self.training, OuterTraining):
                 self.training.step(limit=self.steps, late=performer.quorum.late(self.training.committed))
@@ -277,6 +255,7 @@ class ElasticStep:
             raise UsageError(
                 f"the batches of step {self.number}: the run has no data. Pass data=gw.Deal(...) to gw.elastic."
             )
+        run.training.clear_gradients()  # of an evaluation
         for slot in slots:
             if run.changed > self._changed or (run.training.retries and run.performer.frozen):
                 return  # it is computed again, or by others

@@ -36,6 +36,13 @@ def silent_members(member: Member, hub: HubState) -> list[str]:
     return [one for one in member.view.members if one not in hub.standings and one not in hub.gone]
 
 
+def warn_of_a_wait(member: Member, seconds: float) -> None:
+    warn_user(
+        f"{member.me}: fewer than {member.min_ranks} members are left after step {member.step}. Training waits for others to join, "
+        f"for {seconds:.0f} s at most."
+    )
+
+
 def diverged(member: Member) -> ReplicasDiverged:
     return ReplicasDiverged(
         f"vote on step {member.step} in view {member.epoch}: members differ in parameters, buckets, hook, data set, update=, "

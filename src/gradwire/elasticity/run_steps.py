@@ -16,7 +16,7 @@ from gradwire.elasticity.outer import OuterTraining
 from gradwire.elasticity.performer import Performer
 from gradwire.elasticity.state import pack, save
 from gradwire.elasticity.training import Training
-from gradwire.errors import CollectiveMismatch, GroupError, TooFewMembers
+from gradwire.errors import CollectiveMismatch, GroupError, TooFewMembers, UsageError
 from gradwire.groups.base import Group
 
 
@@ -33,6 +33,8 @@ class RunSteps:
         """Where the state is saved when too few members are left."""
         self.changed = 0
         """How often members have changed outside of `commit`: a step that had begun then is over."""
+        self.finished = False
+        """Whether training has ended here, for whatever reason but that this process leaves."""
         self._leaving = False
         self._performer: Performer | None = None
         training.replica.reducer.iterations.survive = self._survive
@@ -58,12 +60,50 @@ class RunSteps:
         """Whether this process has left the run, or came when training had ended."""
         return self._performer is not None and self._performer.left is not None
 
+    @property
+    def done(self) -> bool:
+        return self.left or self.finished or (self.steps is not None and self.training.opened >= self.steps)
+
+    def _check_step(self, number: int) -> None:
+        """Refuse to commit what is not the average of all."""
+        training, what = self.training, f"commit() of step {number}"
+        if self.done:
+            raise UsageError(f"{what}: the run has ended. Loop while not run.done, or choose more steps=.")
+        if training.failure:
+            raise UsageError(
+                f"commit() after step {number}, in which update= has raised {training.failure}: this member has not committed what "
+                "the others have. Let the error end the process; another one may take its place."
+            )
+        iterations = training.replica.reducer.iterations
+        if iterations.failure is not None:
+            raise UsageError(
+                f"{what}: a backward of it has failed here ({iterations.last_error}), and others wait for its gradients. Let the "
+                "error end the process; another one may take its place."
+            )
+        if training.retries and self.performer.frozen:
+            return
+        if not training.averaged:
+            raise UsageError(
+                f"{what}: no gradients were averaged in it. Call backward() for every batch of the step first, and commit() once. "
+                "If it does not use all parameters, pass graph=gw.policies.Graph.FIND_UNUSED."
+            )
+        if training.averaged > 1 or training.added_later:
+            raise UsageError(
+                f"{what}: backward() has run again after its gradients were averaged. Call it once for each batch, for the sum of "
+                "all losses, before you take the next batch; call commit() after the last."
+            )
+        if (name := training.unaveraged) is not None:
+            raise UsageError(
+                f"{what}: {name} has a gradient that is not averaged, since it required none when the run was made. Let it "
+                "require one before gw.elastic(), in an optimizer's group with lr=0 until it is to be trained."
+            )
+
     def _vote(self, number: int) -> None:
         performer = self.performer
         checked = bool(self.check_every and number % self.check_every == 0)
-        compared = checked or number == self.view.step
+        compared = checked or number == self.view.step or number + 1 == self.steps
         due = compared or self.training.joins.streams
-        by_hosts = due or performer.change_voted or number + 1 == self.steps
+        by_hosts = due or performer.change_voted
         gate = None if by_hosts else self.training.gate
         idle = self.view.fresh if self.training.joins.streams else ()
         first = next(rank for rank, member in enumerate(self.view.members) if member not in idle)

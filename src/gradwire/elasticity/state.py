@@ -166,7 +166,7 @@ def load(path: Path, *, whole: bool = True) -> Any:
                 packed, about = json.loads(bytes(file.get_tensor(_ABOUT).numpy()))
                 return unpack(packed, [None] * len(about))
             found = _from_rows(file.get_tensor(_ABOUT), lambda number, _: file.get_tensor(str(number)).clone())
-    except (library.SafetensorError, ValueError) as error:
+    except (library.SafetensorError, OSError, ValueError) as error:
         raise UsageError(f"{path}: this file holds no state of a run ({error}). {advice}") from None
     if isinstance(found, int):
         raise UsageError(f"{path}: the checksum of tensor {found} differs, so the file is damaged. Take an older one.")

@@ -65,6 +65,7 @@ class TrainedState:
             buffers=Buffers.NEVER,
             nonfinite=NonFinite.PASS,
         )
+        self._averaged = frozenset(self.replica.parameters)
         self.replica.reducer.order.limits = None  # buckets depend on the model alone, so all members have the same
         self.replica.divergence = DivergenceSchedule(None)
 
@@ -79,9 +80,18 @@ class TrainedState:
         """What a member that joins must have in common with the others before it takes part in their reductions."""
         names = {p: name for name, p in self.model.named_parameters()}
         stepped = [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
-        model = fixed_hash(*((names[p], p.dtype, *p.shape) for p in self.replica.parameters))
+        parameters = [(names[p], p) for p in self.replica.parameters]
+        model = fixed_hash(*((name, t.dtype, *t.shape) for name, t in [*parameters, *self.model.named_buffers()]))
         optimizer = fixed_hash(type(self.optimizer).__name__, stepped)
         return {**self.script, "model": model, "optimizer": optimizer, "data=": self.data and self.data.facts}
+
+    @property
+    def unaveraged(self) -> str | None:
+        """A parameter with a gradient that is not averaged: when the run was made it required none, or was not there."""
+        stepped = (p for group in self.optimizer.param_groups for p in group["params"])
+        late = next((p for p in stepped if p.grad is not None and p not in self._averaged), None)
+        names = {} if late is None else {p: name for name, p in self.model.named_parameters()}
+        return None if late is None else names.get(late, "a parameter")
 
     @property
     def remembers(self) -> bool:
@@ -98,6 +108,7 @@ class TrainedState:
             "registered": {name: one.state_dict() for name, one in self.registered.items()},
             "hook": self.replica.runner.state_dict(),
             "slots": [here.index(owner) for owner in self._owners],
+            "data": None if self.data is None else list(self.data.facts),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -105,6 +116,12 @@ class TrainedState:
             known, named = (", ".join(sorted(names)) or "nothing" for names in (state["registered"], self.registered))
             raise UsageError(
                 f"the state of a run with register= of {known}, and here it is of {named}: register the same."
+            )
+        theirs, ours = state.get("data"), self.data and list(self.data.facts)
+        if theirs and ours and theirs[0 if self.remembers else 1 :] != ours[0 if self.remembers else 1 :]:
+            raise UsageError(
+                f"the state of a run with data of (slots, global batch, seed, samples) {theirs}, and here they are {ours}: a step "
+                "would have other samples. Pass the same; for other data begin a new run, with the model of this one."
             )
         model = OrderedDict(state["model"])
         model._metadata = state["versions"]  # type: ignore[attr-defined]

@@ -158,7 +158,7 @@ class Training(TrainingSteps):
         """In place of forward and backward, on a member that receives the state. True: the others have waited for it, and it has
         the state; else it takes part in the reductions."""
         waited = self.joins.catch_up(self.committed, lost)
-        self._clear_gradients()
+        self.clear_gradients()
         self._buffers = self.replica.state.copied_buffers()
         if not waited:
             self.joins.contribute_zeros()

@@ -78,12 +78,12 @@ class TrainingSteps(TrainedState):
                 compute()
         finally:
             self.replica.reducer.abandon("it was a warm-up")
-            self._clear_gradients()
+            self.clear_gradients()
             self.replica.state.restore_buffers(buffers)
 
     def open(self) -> None:
         """See Note [A step that may be lost]."""
-        self._clear_gradients()
+        self.clear_gradients()
         self.replica.reducer.iterations.number = self.opened  # in records, a step has the same number on all ranks
         if self._behind is None:  # else when it is known whether the states are those of the last step
             self._fork = self.replica.runner.states.fork()
@@ -104,6 +104,12 @@ class TrainingSteps(TrainedState):
     def averaged(self) -> int:
         """How many times gradients were averaged in the step: once, when this member has the average of every bucket."""
         return self.replica.reducer.steps - self._reduced
+
+    @property
+    def added_later(self) -> bool:
+        """Whether gradients were added to the averages of the step."""
+        self.replica.reducer.catch_up()
+        return self.replica.reducer.late > self._reduced
 
     @property
     def begun(self) -> bool:
@@ -163,15 +169,15 @@ class TrainingSteps(TrainedState):
 
     def _update(self, step: int | None = None) -> None:
         """Commit the averages, as those of an earlier step if one is given."""
-        now, self._updating = self.committed, True
-        self.committed = now if step is None else step
+        now, sync, self._updating = self.committed, self.replica.sync, True
+        self.committed, self.replica.sync = now if step is None else step, False  # of a closure with a backward
         try:
             self.update()
         except BaseException as error:
             self.failure = f"{type(error).__name__}: {error}" if step is None else ""
             raise
         finally:
-            self.committed, self._updating = now, False
+            self.committed, self.replica.sync, self._updating = now, sync, False
 
     def commit_behind(self, closed: Tensor) -> None:
         """Step the optimizer unless this flag on the device is 1, and begin the next step. `commit` follows when it was not."""
@@ -219,10 +225,11 @@ class TrainingSteps(TrainedState):
         fork, self._fork, self._later = self._fork, None, []
         self._reduced = self.replica.reducer.steps
         self.replica.reducer.abandon("the step has ended")
-        self._clear_gradients()
+        self.clear_gradients()
         return fork
 
-    def _clear_gradients(self) -> None:
+    def clear_gradients(self) -> None:
+        """What was computed so far is not averaged."""
         for parameter in self._parameters:
             parameter.grad = None
 

@@ -86,8 +86,10 @@ class Iterations:
 
         The group is aborted, so that no rank hangs; before the next step all ranks recover it together.
         """
-        iteration = self.number
+        iteration, begun = self.number, self._machine.in_backward
         self.reject(error)
+        if self.survive is not None and not begun:
+            return  # nothing is in flight: the others go on when this process has ended, or has handled the error
         if self.group.failure is None:
             self.group.abort(reason(iteration, self.group.rank, error))
         self.group.ledger.reported = self.failure = self.group.failure

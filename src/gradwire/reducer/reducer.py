@@ -77,7 +77,7 @@ class Reducer:
         self.device = self.parameters[0].device
         self.group = group
         self.events = ModelEvents(group)
-        self.steps = 0
+        self.steps = self.late = 0
         self.manual = False
         """Whether the owner calls `finish` after the last launch, instead of the end of backward."""
         self.leave_gradients = False
@@ -242,6 +242,7 @@ class Reducer:
         if used.exchanged:
             used.seen.update(indices if early else [i for i in indices if self.parameters[i].grad is not None])
         if self.machine.state is _RESTING:
+            self.late = self.steps  # after that step gradients were added to its averages
             if self.iterations.failure is not None:
                 raise self.iterations.failure
             if self.check_agreed is not None and self._outputs_reached:

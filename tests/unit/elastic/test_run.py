@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -280,14 +281,29 @@ def test_members_with_different_data_are_found(tmp_path: Path) -> None:
     assert all(isinstance(world.errors[me], ReplicasDiverged) for me in "ab")
 
 
-def test_an_evaluation_between_steps_averages_nothing(tmp_path: Path) -> None:
+def test_backwards_outside_of_a_steps_batches_change_no_average(tmp_path: Path) -> None:
+    """Of an evaluation, of a batch whose error the loop handles, and of what `update=` computes."""
+    alike, grads, other = make_model()[0], list[Tensor](), DATA[0][0][None]
+
+    def update() -> None:
+        (weight, *_) = run.model.parameters()
+        grads.append(weight.grad)
+        weight.grad = None
+        run.model(other).sum().backward()  # as the closure of LBFGS
+        grads.append(weight.grad)
+
     with running_alone(tmp_path, data=deal()) as run:
+        run.training.update = update
         for _, step in zip(range(3), run, strict=False):
-            run.model(DATA[0][0][None])  # with a graph
-            for x, _ in step:
-                run.model(x).sum().backward()
+            run.model(other).sum().backward()
+            for number, (x, _) in enumerate(step):
+                with contextlib.suppress(RuntimeError):
+                    run.model(x if number else x[:, :1]).sum().backward()
             assert step.commit()
-            run.model(DATA[0][0][None]).sum()
+            batches = torch.cat([run.data.batch(step.number, slot)[0] for slot in run.training.slots[1:]])
+            for got, x, share in zip(grads[-2:], (batches, other), (run.data.slots, 1), strict=True):
+                (want, *_) = torch.autograd.grad(alike(x).sum() / share, [*alike.parameters()])
+                torch.testing.assert_close(got, want)
         run.close()
 
 
@@ -525,6 +541,13 @@ def test_files_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "other").write_bytes(whole.replace(torch.tensor([2.0]).double().numpy().tobytes(), bytes(8)))
     with pytest.raises(UsageError, match="the checksum of tensor 0 differs"):
         load(tmp_path / "other")
+    with pytest.raises(UsageError, match="none: this file holds no state of a run .*No such file"):
+        load(tmp_path / "none")
+    with running_alone(tmp_path / "run", data=deal()) as run, running_alone(tmp_path / "run", data=deal()) as other:
+        run.data.seed = 4
+        with pytest.raises(UsageError, match="the state of a run with data of .* a step would have other samples"):
+            other.training.load_state_dict(run.training.state_dict())
+    shutil.rmtree(tmp_path / "run")
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(UsageError, match=r"pip install 'gradwire\[elastic\]'"):
         load(tmp_path / "other")
@@ -566,7 +589,7 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
             run.model(x).sum().backward()
         with pytest.raises(UsageError, match="Save it after commit"):
             run.state_dict()
-        with pytest.raises(UsageError, match="averaged 8 times"):
+        with pytest.raises(UsageError, match="has run again after its gradients"):
             step.commit()
         run.close()
         with pytest.raises(UsageError, match="the run has ended"):
@@ -586,6 +609,27 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
         run.optimizer.step()  # training has ended
         with pytest.raises(UsageError, match="the run has ended"):
             run.step()
+    with running_alone(tmp_path) as run:
+        loss = run.model(DATA[0][0][None]).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(UsageError, match="has run again after its gradients"):
+            run.step()
+    with running_alone(tmp_path) as run:
+        late = nn.Parameter(torch.ones(1))
+        late.grad = torch.ones(1)
+        run.optimizer.add_param_group({"params": [late]})
+        run.model(DATA[0][0][None]).sum().backward()
+        with pytest.raises(UsageError, match="a parameter has a gradient that is not averaged"):
+            run.step()
+    with running_alone(tmp_path, data=deal()) as run:
+        next(iter(run.model.parameters())).register_hook(lambda grad: 1 / 0)
+        (step,) = itertools.islice(run, 1)
+        for x, _ in step:
+            with contextlib.suppress(ZeroDivisionError):
+                run.model(x).sum().backward()
+        with pytest.raises(UsageError, match="a backward of it has failed here .ZeroDivisionError"):
+            step.commit()
 
 
 def faults_in(path: Path) -> list[dict[str, Any]]:

@@ -283,7 +283,7 @@ def owed_norm(saved: Mapping[str, Any], hook: CommHook) -> float:
     owed = hook.owed(saved["state"])
     if owed is None:
         return math.nan
-    return math.hypot(*(float(one.double().norm()) for one in add_owed(owed, saved["owed"].items()).values()))
+    return math.hypot(*(float(one.abs().double().norm()) for one in add_owed(owed, saved["owed"].items()).values()))
 
 
 def _by_plain_name(parts: Mapping[str, Any]) -> dict[str, Any]:
