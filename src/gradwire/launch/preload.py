@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from gradwire.launch.environment import SERVER
 from gradwire.launch.preload_server import READY
 from gradwire.launch.process import Guardian
-from gradwire.runtime.fork_server import START_LIMIT, ask
+from gradwire.runtime.fork_server import ask
 
 ELASTIC_MODULES = (
     *("torch", "encodings.idna", "gradwire.elasticity.preloaded", "gradwire.autograd.compiled.inductor_pass"),
@@ -33,6 +33,8 @@ ELASTIC_MODULES = (
 """What the server imports for ranks that may be replaced, while others wait."""
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _CHUNK = 1 << 16
+_ANSWER = 20.0
+"""Seconds that the server has for a fork. The launcher waits meanwhile."""
 
 
 class ForkedChild:
@@ -142,8 +144,9 @@ class PreloadedPython:
         if self.reason == "":
             with suppress(OSError):
                 ask(self._control, request, fds)
-                if select.select([self._control], [], [], START_LIMIT)[0] and (pid := self._control.recv(100)):
+                if select.select([self._control], [], [], _ANSWER)[0] and (pid := self._control.recv(100)):
                     return int(pid)
+            self._process.kill()  # else it might fork later
             self.reason = "the process that has imported torch has ended"
         return 0
 

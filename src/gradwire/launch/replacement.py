@@ -111,6 +111,7 @@ class Replacement:
             if place.spare or self.finished or self.ranks >= self._min_ranks:
                 return Decision(Verdict.LEFT)
             self.enter(place)
+            self.replaced += 1
             return Decision(Verdict.LEFT, 0.0)
         self.died += 1
         early = facts.view is None and now - (place.started or 0.0) < _EARLY

@@ -41,6 +41,8 @@ _HUB_PAUSE = 1.0
 """Seconds from one start of a hub that ends by itself to the next; one that was killed is started again at once."""
 MOST_RECORDED = 50
 _REFUSALS = {error.__name__ for error in (UsageError, UsageTypeError, UsageRuntimeError)}
+_AWAY = 3.0
+"""Seconds without an answer of the hub after which that is said."""
 _STOP = 2.0
 """Seconds for which a rank is stopped by `--chaos`."""
 
@@ -82,6 +84,8 @@ class ElasticSupervisor(Supervisor):
         """Processes whose companions still run, and until when: see Note [When everything has been read]."""
         self._stopped, self._suspended = frozenset[str](), set[str]()
         """Members that were stopped at the last look, and those that are marked as gone for it."""
+        self._away = False
+        """Whether the hub has not answered for a while."""
         self._ended: list[str] = []
         """Processes that have died or left and are recorded. A ring takes 5 MiB, so the last ones are kept."""
         self._trains_since = math.inf
@@ -229,7 +233,9 @@ class ElasticSupervisor(Supervisor):
         places = self._members.places
         numbers = {places[number].member: number for number, process in self._ranks.items() if process.stopped}
         for member in (self._stopped & numbers.keys()) - self._suspended:
-            self._note(member, "stopped", f"rank {numbers[member]} ({member}) is stopped: the others go on without it")
+            self._note(
+                member, "stopped", f"rank {numbers[member]} ({member}) is stopped: it does not count until it continues"
+            )
             self._mark(member, gone=True)
         for member in self._suspended - numbers.keys():
             self._mark(member, gone=False)
@@ -251,6 +257,13 @@ class ElasticSupervisor(Supervisor):
         self._calls.add(lambda run: run.mark(member, gone=gone))
 
     def _check_hub(self) -> None:
+        waits = any(self._now > ending.after + _AWAY for ending in self._undecided.values())
+        if waits and not self._away:
+            ended, where = plural(len(self._undecided), "rank"), host_and_port(self._plan.address)
+            self._display.say(
+                [f"{ended} ended, and the hub at {where} does not answer: members cannot change until it does"]
+            )
+        self._away = waits
         hub, lived = self._plan.hub, self._now - self._hub_started
         status = None if hub is None or hub.process is None else hub.process.poll()
         if hub is None or status is None or (status >= 0 and lived < _HUB_PAUSE):

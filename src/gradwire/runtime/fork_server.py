@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -183,9 +184,11 @@ def _send(status: socket.socket, number: int) -> None:
         status.send(str(number).encode())
 
 
-def become(fds: Sequence[int], env: Mapping[str, str], numbers: Sequence[int] = range(100)) -> None:
+def become(fds: Sequence[int], env: Mapping[str, str], numbers: Sequence[int] = ()) -> None:
     """Give a child its descriptors, 0, 1 and so on or by other `numbers`, and its environment."""
-    high = [os.dup2(fd, 100 + i, inheritable=False) for i, fd in enumerate(fds)]
+    numbers = numbers or range(len(fds))
+    free = 1 + max(*fds, *numbers)
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, free) for fd in fds]
     for fd in fds:
         os.close(fd)
     for i, fd in zip(numbers, high):

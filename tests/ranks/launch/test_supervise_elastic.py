@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.launch import supervise_elastic
+from gradwire.launch.display import Display
 from gradwire.launch.hub_host import HubHost
 from gradwire.launch.supervise_elastic import ElasticPlan
 from helpers.waiting import wait_until
@@ -84,11 +85,37 @@ def test_a_run_goes_on_when_ranks_and_the_hub_die_stop_and_leave(launch, tmp_pat
         "the hub of this run is _ (_)",
         "rank 1 (m1) died: killed by SIGKILL, _; replaced by the spare m3 (rank 3)",
         "the hub has ended (killed by SIGKILL, _): started again with its records (_)",
-        "rank 2 (m2) is stopped: the others go on without it",
+        "rank 2 (m2) is stopped: it does not count until it continues",
         "rank 2 (m2) died: the others have gone on without it; replaced by the spare m4 (rank 1)",
         "rank 0 (m0) has left",
         "2 ranks died, 2 replaced, 1 left",
     ]
+
+
+@pytest.mark.parametrize("launch", ["forked"], indirect=True)
+def test_a_rank_that_dies_while_the_hub_does_not_answer_is_shown(launch, tmp_path, monkeypatch) -> None:
+    hub, shown, say = HubHost(tmp_path / "hub.records", b"a key"), threading.Event(), Display.say
+
+    def watched(display: Display, lines: list[str]) -> None:
+        say(display, lines)
+        if "1 rank ended, and the hub at" in lines[0]:
+            shown.set()
+
+    def faults() -> None:
+        first = wait_for_view(tmp_path, 0, 1)
+        os.kill(hub.process.pid, signal.SIGSTOP)
+        os.kill(first[1], signal.SIGKILL)
+        wait_until(shown.is_set, "it is shown")
+        os.kill(hub.process.pid, signal.SIGCONT)
+        wait_until(lambda: wait_for_view(tmp_path, 0, 1)[1] != first[1], "another one is rank 1")
+        (tmp_path / "done").touch()
+
+    monkeypatch.setattr(Display, "say", watched)
+    with beside(faults, tmp_path):
+        plan = ElasticPlan(1, "1:2", hub.address, b"a key", hub)
+        code, _, err = launch(TRAIN, 2, "import helpers.elastic_member", plan=plan)
+    hub.close()
+    assert (code, err.count(b"does not answer")) == (0, 1), err
 
 
 class Faults:

@@ -52,7 +52,7 @@ def test_one_that_finishes_or_leaves_is_not_replaced() -> None:
     made = started(min_ranks=2)
     assert made.ended(0, 0, facts(made, left=True), 5.0) == Decision(Verdict.LEFT)
     assert made.ended(1, 0, facts(made, left=True), 5.0) == Decision(Verdict.LEFT, 0.0)  # else too few would remain
-    assert (made.ranks, made.left, made.died) == (2, 2, 0)
+    assert (made.ranks, made.left, made.replaced, made.died) == (2, 2, 1, 0)
     made = started(min_ranks=2)
     assert made.ended(0, 1, facts(made, ended=True), 5.0).verdict is Verdict.FAILED  # e.g. it could not save the model
     made = started(min_ranks=2)
