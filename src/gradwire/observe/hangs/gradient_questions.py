@@ -62,7 +62,7 @@ def answer_questions(path: Path) -> Iterator[dict[str, int]]:
 
 
 def _answer(reader: int, path: Path) -> None:
-    while (question := os.read(reader, 1)) != _END:
+    while (question := os.read(reader, 1)) in (_ASK, STACKS):
         asked = time.monotonic_ns()
         # Not imported, as the thread that hangs may hold the lock of imports: a module that is not there has no models.
         intake = sys.modules.get("gradwire.reducer.intake.intake")

@@ -182,7 +182,7 @@ class HangWatch:
     def stall(self) -> tuple[analysis.Stall, list[analysis.Suspect]] | None:
         """Ranks of this host whose collectives are not recorded and that wait, and those that they wait for."""
         ranks = self.run.local_ranks
-        seconds = idle_seconds(ranks, self.run.now, deadline=self.deadline)
+        seconds = idle_seconds(ranks, self.run.now, deadline=max(1.0, self.deadline))
         if seconds is None:
             return None
         return find_stall(ranks, seconds, state=self.run.state, stacks=self.run.stacks(ranks))

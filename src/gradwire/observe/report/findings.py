@@ -211,7 +211,7 @@ def _speed(report: RunReport) -> Iterator[Finding]:
         verb = "is slow: the others wait" if one.last_step == last else "was slow: the others waited"
         who = ranks_text(sorted(other.rank for other in together[id(one)]))
         times = f"{duration(one.without)} instead of {duration(one.step_seconds)}"
-        detail = f"{_capitalized(str(one))}. Without {who} a step takes {times}."
+        detail = f"{_capitalized(str(one))}." + (f" Without {who} a step takes {times}." if one.without > 0 else "")
         yield Finding("warning", f"Rank {one.rank} {verb} for it", detail, _STRAGGLER_ADVICE[one.phase])
     mean = report.mean_phases
     total = sum(mean.values())

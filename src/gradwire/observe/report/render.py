@@ -167,7 +167,7 @@ def _elastic(run: ElasticSummary) -> Iterator[str]:
     for number, member in enumerate(run.views[-1][0].members):
         yield f"  rank {number} is {member}"
     if run.faults:
-        yield from ("", f"Faults: {len(run.faults)}")
+        yield from ("", f"Faults, and what followed: {len(run.faults)}")
     for fault in run.faults[-_MOST_VIEWS:]:
         yield from wrapped(f"  {clock(fault.time)}  ", fault.text)
 

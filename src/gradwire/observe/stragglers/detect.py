@@ -111,7 +111,10 @@ def describe(stragglers: Sequence[Straggler]) -> list[str]:
         who = ranks(sorted(straggler.rank for straggler in together))
         first = together[0]
         times = f"{milliseconds(first.without)} instead of {milliseconds(first.step_seconds)} ms"
-        lines += [*map(str, together), f"  without {who} a step takes {times}"]
+        lines += map(str, together)
+        lines += (
+            [f"  without {who} a step takes {times}"] if first.without > 0 else []
+        )  # ranks of a round do not wait in each step
     return lines
 
 
