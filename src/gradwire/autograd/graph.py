@@ -46,10 +46,8 @@ def reachable_parameters(outputs: Any, params: Sequence[torch.Tensor]) -> frozen
 
 
 def sole_edges(outputs: Any, params: Sequence[torch.Tensor], accumulators: Mapping[Any, int]) -> dict[int, Any]:
-    """The indices of those `params` to which exactly one edge of the graph behind `outputs` leads, and their accumulators.
-
-    The gradient on that edge is complete. `accumulators` are those that are known, but a conversion makes new ones.
-    """
+    """The indices of those `params` to which exactly one edge of the graph behind `outputs` leads, and their accumulators. The
+    gradient on that edge is complete. `accumulators` are those that are known, but a conversion makes new ones."""
     wanted: dict[int, int] = {}
     found: dict[int, Any] = {}
     several: set[int] = set()
@@ -83,10 +81,8 @@ def reaches_mark(outputs: Any, owner: object) -> bool:
 
 
 def _nodes(outputs: Any, ends: Container[Any] = ()) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """The nodes, with their edges, that a backward from these tensors or gradient edges may run, in no particular order.
-
-    The walk does not visit `ends`.
-    """
+    """The nodes, with their edges, that a backward from these tensors or gradient edges may run, in no particular order. The walk
+    does not visit `ends`."""
     seen: set[Any] = set()  # of nodes, not of their ids: a node without references is freed, and its id reused
     for value in _leaves(outputs):
         node = value.grad_fn if isinstance(value, torch.Tensor) else value

@@ -1,9 +1,8 @@
 """`before_optimizer_steps` and `after_optimizer_steps`: hooks on the steps of every optimizer of the process.
 
 Note [One hook for all]
-torch iterates over the dictionary of its global hooks while it calls them, so a hook that another thread registers or removes
-meanwhile, as ranks that are threads of one process do, makes a step raise. So one hook of each kind is registered with torch, once,
-and calls a snapshot of our own callbacks.
+torch iterates over the dictionary of its global hooks while it calls them, so a step raises if another thread, such as a rank of
+the same process, adds or removes a hook meanwhile. One of each kind is registered, once, and calls a snapshot of our own.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ _registered = False
 
 
 def before_optimizer_steps(hook: Before) -> Handle:
-    """Call `hook(optimizer, args, kwargs)` before each step of any optimizer, outside torch.compile. It may return other
-    arguments."""
+    """Call `hook(optimizer, args, kwargs)` before each step of any optimizer outside torch.compile. It may return new arguments."""
     _register()
     return _before.add(hook)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from gradwire.cli.arguments import at_least
 from gradwire.elasticity.hub import Address, HubClient
@@ -19,8 +21,10 @@ from gradwire.launch.supervise_elastic import ElasticPlan
 from gradwire.observe.units import plural
 from gradwire.runtime.private_file import read_private, write_private
 
+T = TypeVar("T")
 _REACH = 30.0
-"""Seconds in which a hub that should be there must answer."""
+"""Seconds in which a hub that should be there must answer, with a run if one is joined."""
+_PAUSE = 0.2
 _SHORTEST = 16
 _ELASTIC_ONLY = {"--hub", "--spares", "--key-file", "--chaos"}
 
@@ -34,7 +38,7 @@ def add_elastic(parser: argparse.ArgumentParser) -> None:
     add("--spares", type=at_least(0), default=0, metavar="K", help=spares)
     hub = "with --elastic: use the hub at this address, started by gradwire hub, instead of one of its own on this machine"
     add("--hub", type=address, metavar="HOST:PORT", help=hub)
-    join = "add ranks of this machine to the elastic run with the hub at this address"
+    join = "add ranks of this machine to the elastic run with the hub at this address; with --elastic, begin it if nobody has"
     add("--join", type=address, metavar="HOST:PORT", help=join)
     key = "the file with the key of the hub, for --hub and --join; with --elastic alone it is made if it does not exist"
     add("--key-file", type=Path, metavar="FILE", help=key)
@@ -58,11 +62,12 @@ def elastic_plan(args: argparse.Namespace, directory: Path) -> ElasticPlan | Non
         path.unlink(missing_ok=True)  # of an earlier run
         own = HubHost(path, key)
         return ElasticPlan(least, limits, own.address, key, own, args.spares, chaos=chaos)
+    _wait(args.key_file.exists)
     key, mine = read_key(args.key_file), limits and f"{limits} {secrets.token_hex(4)}"
     hub = HubClient(where, key=key, timeout=_REACH)
-    known = RunRecords(hub).begin(mine)
+    known = _wait(lambda: RunRecords(hub).begin(mine))
     hub.close()
-    if limits and known != mine:
+    if args.hub and known != mine:
         raise UsageError(
             f"gradwire run --hub {host_and_port(where)}: this hub has the records of a run already. Join it with "
             "--join, or start the hub with a new file."
@@ -71,7 +76,17 @@ def elastic_plan(args: argparse.Namespace, directory: Path) -> ElasticPlan | Non
         raise UsageError(
             f"gradwire run --join {host_and_port(where)}: no run has begun at this hub. Begin one with --hub."
         )
-    return ElasticPlan(least, known.partition(" ")[0], where, key, spares=args.spares, chaos=chaos)
+    return ElasticPlan(
+        least if known == mine else 0, known.partition(" ")[0], where, key, spares=args.spares, chaos=chaos
+    )
+
+
+def _wait(ready: Callable[[], T]) -> T:
+    """For what may still have to be started, on another host."""
+    until = time.monotonic() + _REACH
+    while not (found := ready()) and time.monotonic() < until:
+        time.sleep(_PAUSE)
+    return found
 
 
 def elastic_variables(plan: ElasticPlan | None) -> Mapping[str, str]:
@@ -83,9 +98,12 @@ def check_elastic(args: argparse.Namespace, ranks: int) -> None:
     """Refuse options that do not go together."""
     chosen = {f"--{option.replace('_', '-')}" for option, value in vars(args).items() if value}
     elastic, keyed = chosen & {"--elastic", "--join"}, chosen & {"--hub", "--join"}
-    begins, stock = chosen & {"--elastic", "--hub"}, chosen & {"--verify-ddp", "--replace-ddp"}
+    stock = chosen & {"--verify-ddp", "--replace-ddp"}
     for found, advice in (
-        ({"--join"} & chosen and begins, "not with --join: the run that is joined has its own"),
+        (
+            {"--join"} & chosen and {"--hub"} & chosen,
+            "not with --join, which names the hub. With --elastic, it begins a run if none has",
+        ),
         (elastic and stock, "torch's class is not elastic. Omit --elastic and --join"),
         (not elastic and chosen & _ELASTIC_ONLY, "it needs --elastic or --join. Add one of them"),
         ({"--chaos"} - chosen and chosen & {"--chaos-seed"}, "it needs --chaos. Add it"),

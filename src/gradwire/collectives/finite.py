@@ -1,11 +1,10 @@
 """Whether tensors hold NaN or infinity: a cheap test in one pass, the exact one, and where the first such element is.
 
 Note [One pass]
-A sum is not finite if an element is not, whatever the order of additions: NaN stays NaN, infinity stays infinity or becomes
-NaN. The converse does not hold, because finite elements may overflow; so a sum that is finite proves that all elements are, and one
-that is not is checked exactly. It reads memory once, at full speed, where `torch.isfinite(t).all()` writes a tensor in between and
-takes thirty times as long on the CPU. 16-bit floats are summed in float32, or compared (float16 on the CPU, where torch would make
-a copy).
+A sum is not finite if an element is not, whatever the order of additions: NaN stays NaN, infinity stays infinity or becomes NaN.
+The converse does not hold, because finite elements may overflow; so a finite sum proves that all elements are, and one that is not
+is checked exactly. It reads memory once, at full speed, where `torch.isfinite(t).all()` writes a tensor in between and takes thirty
+times as long on the CPU. 16-bit floats are summed in float32, or compared (float16 on the CPU, where torch would copy).
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ def is_finite(t: Tensor) -> bool:
 
 
 def first_nonfinite(t: Tensor, *, narrow: torch.dtype | None = None) -> int | None:
-    """The first element that is not finite, or not after conversion to `narrow`, counted in the order of the shape; None if
-    there is none.
+    """The first element that is not finite, or not after conversion to `narrow`, counted in the order of the shape; or None.
 
     >>> first_nonfinite(torch.tensor([[1.0, 2.0], [float("nan"), 3.0]]))
     2

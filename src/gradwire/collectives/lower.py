@@ -1,11 +1,10 @@
 """How a collective is made of simpler ones, for engines that lack it.
 
-`lower(op, rank=…, size=…, takes=…)` is a generator that yields only collectives for which `takes` is true, in the same order
-on every rank; its driver carries each out before it takes the next, and when it ends `op`'s outputs hold the
-result. Rules: pack what is scattered in memory, move any dtype as bytes, from one rank to another by way of the host if need be,
-and make a reduction the engine cannot do from an all-to-all, a local sum in rank order and an all-gather: 2 (size - 1) / size of
-the data per rank on the wire, as a ring's.
-It uses no group, engine or thread, so it is tested with simulated ranks.
+`lower(op, rank=…, size=…, takes=…)` is a generator that yields only collectives for which `takes` is true, in the same order on
+every rank; its driver carries each out before it takes the next, and when it ends `op`'s outputs hold the result. Rules: pack what
+is scattered in memory, move any dtype as bytes, from one rank to another by way of the host if need be, and make a reduction the
+engine cannot do from an all-to-all, a local sum in rank order and an all-gather: 2 (size - 1) / size of the data per rank on the
+wire, as a ring's. It uses no group, engine or thread, so it is tested with simulated ranks.
 """
 
 from __future__ import annotations

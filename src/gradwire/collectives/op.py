@@ -21,10 +21,9 @@ from gradwire.collectives.timeouts import timeout_seconds
 class Collective(OpFields):
     """One operation of a group, as a value: hand it to `Group.submit`.
 
-    `splits` is `(output_splits, input_splits)` of ALL_TO_ALL_SINGLE, or None for equal parts. `peer` and `tag` belong to
-    SEND and RECV, `factor` to PREMUL_SUM. `label` is the caller's name for it: it appears in every error, event and trace.
-    `timeout` is how many seconds it may take, where that is less than what the group allows. `scope` selects the ranks that
-    take part, on groups that know their hosts.
+    `splits` is `(output_splits, input_splits)` of ALL_TO_ALL_SINGLE, or None for equal parts. `peer` and `tag` belong to SEND and
+    RECV, `factor` to PREMUL_SUM. `label` is the caller's name for it, used in every error, event and trace. `timeout` is how many
+    seconds it may take, if less than the group allows. `scope` selects the ranks that take part, on groups that know their hosts.
 
     >>> from gradwire.collectives import all_reduce
     >>> all_reduce(torch.zeros(3), label="loss")

@@ -116,12 +116,13 @@ class Performer:
                 self._stop(machine.Stop("it has left" if self.leaving else "training has ended"))
             elif hub.lost is not None:
                 raise nobody_has_the_state(me, hub.lost)
-            elif hub.last is not None:
+            elif hub.last is not None and not hub.away:
                 deadline = time.monotonic() + self._limits.patience  # it may be needed later
             elif time.monotonic() > deadline:
+                here = ", ".join(hub.here) + "; no member of the run can be reached" * hub.away
                 raise TooFewMembers(
-                    f"joining the run as {me}: no view with it in {self._limits.patience:.3g} s. In the lobby: "
-                    f"{', '.join(hub.here)}. Look at the output of the members, or raise patience=."
+                    f"joining the run as {me}: no view with it in {self._limits.patience:.3g} s. In the lobby: {here}. Look at the "
+                    "output of the members, or raise patience=."
                 )
         self.settle()
 

@@ -25,6 +25,8 @@ class HubFacts(NamedTuple):
     """Those that wait in the lobby."""
     complete: bool = False
     """Whether the run can begin: all are here with which it should, less those that have ended."""
+    away: bool = False
+    """Whether no member of the last one can be reached, for now at least."""
     left: bool = False
     """Whether this process has recorded that it leaves."""
     ended: bool = False
@@ -133,8 +135,9 @@ class RunRecords:
             standings = {} if last.begins else self._standings.get(last.epoch, {})
             without = {one for one, standing in standings.items() if not standing.holds}
             lost = last if without.union(self._values["gone"]).issuperset(last.members) else None
+        away = last is not None and gone.issuperset(last.members)
         left, ended = process in self._values["left"], bool(self._values["ended"])
-        return HubFacts(self._version, mine, last, lost, here, complete, left, ended)
+        return HubFacts(self._version, mine, last, lost, here, complete, away, left, ended)
 
     @property
     def _lobby(self) -> list[str]:

@@ -2,8 +2,7 @@
 
 A forked child has a copy of every group and none of their threads. At exit it would mark the rank as left, in memory or a store
 that the other ranks read, although its parent has not left. So finalizers and `close()` do nothing in a child, and every other use
-of the group raises UsageError. A child that needs to communicate makes its own group, preferably in a fresh process
-(multiprocessing's "spawn").
+of the group raises UsageError. A child that needs to communicate makes a group of its own, preferably in a spawned process.
 """
 
 from __future__ import annotations

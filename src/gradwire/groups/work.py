@@ -32,8 +32,7 @@ from gradwire.recorder import writer
 from gradwire.recorder.format import RecordKind
 
 _LONG = 5.0
-"""A wait of the caller's own that has failed after so many seconds deserves a report, which may take one. A loop of short ones
-does not."""
+"""A caller's own wait that failed after so many seconds deserves a report, which may take one. A loop of short waits does not."""
 
 
 def seconds(timeout: float | timedelta | None) -> float | None:

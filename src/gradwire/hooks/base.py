@@ -264,8 +264,7 @@ class CommHook(HookState, ABC):
     def wire_bytes(self, spec: BucketSpec, world_size: int, step: int = 0) -> float | None:
         """The bytes that a rank sends for a bucket; None if that depends on the values.
 
-        They are counted as `collectives.op.sent_bytes` does: by the best algorithm for each collective, for the rank that
-        sends most.
+        Counted as by `collectives.op.sent_bytes`: with the best algorithm of each collective, for the rank that sends most.
         """
         return None
 

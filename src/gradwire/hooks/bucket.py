@@ -1,7 +1,6 @@
 """What a communication hook sees of a bucket: `BucketSpec`, pure data, `Slices` of it, and `GradBucket`, the bucket itself.
 
-`GradBucket` has the methods of torch's class of that name, so hooks written for torch run on it unchanged, and also the
-parameters' names.
+`GradBucket` has the methods of torch's class, so hooks written for torch run on it unchanged, and also the parameters' names.
 """
 
 from __future__ import annotations

@@ -113,9 +113,8 @@ class WeightedMean(CommHook):
 def weighted_mean() -> CommHook:
     """The average weighted by rank, for ranks with batches of different size.
 
-    Set the weight before backward: `model.set_weight(len(batch))`. With a loss averaged over the batch, the result is the
-    gradient of the loss averaged over all samples of all ranks. On the wire: as `mean` for the bucket and one element, at least in
-    float32.
+    Set the weight before backward: `model.set_weight(len(batch))`. With a loss averaged over the batch, the result is the gradient
+    of the loss averaged over all samples of all ranks. On the wire: as `mean` for the bucket and one element, at least in float32.
     """
     return WeightedMean()
 

@@ -66,11 +66,8 @@ def advance(reduction: Reduction, error: BaseException | None = None) -> Collect
 def begin(
     hook: CommHook, reduce: Method, row: Tensor, state: Any, turn: Turn, *, like: Tensor | None = None
 ) -> Reduction:
-    """`reduce(row, state, turn)`, a reduction by `hook`; everything that it yields and returns is checked.
-
-    The value must have the length and dtype of `like`; without it, the length of `row`. An exception of the hook's own gets a note
-    of where it was raised.
-    """
+    """`reduce(row, state, turn)`, a reduction by `hook`; all that it yields and returns is checked. The value must have the length
+    and dtype of `like`; without it, the length of `row`. A hook's own exception gets a note of where it was raised."""
     method = f"{reduce.__name__}()"
 
     def broken(what: str) -> HookError:

@@ -2,8 +2,7 @@
 
 References in `torch.nn.parallel` and its module `distributed` are replaced. A reference that a module has imported before is not:
 in torch itself those serve `isinstance`, which is True for both classes, and elsewhere `replace_ddp` raises. A forked process
-inherits the replacement; for one that multiprocessing spawns it is in the dictionary of preparations, which is unpickled before
-the script is imported.
+inherits the replacement; one that multiprocessing spawns unpickles it before it imports the script.
 """
 
 from __future__ import annotations

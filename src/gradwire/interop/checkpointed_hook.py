@@ -15,10 +15,8 @@ from gradwire.reducer.hook.runner import HookRunner
 
 
 class CheckpointedHook:
-    """What runs a hook, and is a Stateful of dcp: `dcp.save({"hook": this})` on every rank saves the state of every rank.
-
-    A plain dict does not: dcp keeps one rank's copy of what all ranks save under the same key.
-    """
+    """What runs a hook, and is a Stateful of dcp: `dcp.save({"hook": this})` on every rank saves the state of every rank. A plain
+    dict does not: dcp keeps one rank's copy of what all ranks save under the same key."""
 
     _runner: HookRunner
     _device: torch.device

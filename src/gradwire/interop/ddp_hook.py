@@ -233,10 +233,8 @@ def _as_exception(error: BaseException, hook: CommHook, spec: BucketSpec) -> Exc
 
 
 class StepChecks:
-    """Checks of gradients in torch's own DDP, after it has written its averages and before backward returns.
-
-    An exception at the end of backward would leave torch's reducer unfinished; so the check queues itself once more, behind it.
-    """
+    """Checks of gradients in torch's own DDP, after it has written its averages and before backward returns. An exception at the
+    end of backward would leave torch's reducer unfinished; so the check queues itself once more, behind it."""
 
     def __init__(self, named: Sequence[tuple[str, Tensor]], policy: NonFinite, *, doing: str) -> None:
         check_policies(nonfinite=(policy, NonFinite))

@@ -13,8 +13,7 @@ A hook's state belongs to a gradient, and the operation does not name it. But a 
 each backward. So a gradient is identified by those before it in the same backward: by the lengths and dtypes of all of them.
 Backwards that begin alike and continue differently (two models that share the group) thus have states of their own; models of equal
 shapes do not. What the first backwards reduce is learned at once, since torch's DDP has other buckets in its first ones; later a
-sequence is learned when it occurs for the second time. From the place where a backward departs from what was learned, states belong
-to lengths and dtypes.
+sequence is learned when it occurs again. From where a backward departs from what was learned, states belong to lengths and dtypes.
 """
 
 from __future__ import annotations
@@ -160,10 +159,8 @@ class HookedGroup(CheckpointedHook, TrackedWrapper):
 
     @torch.no_grad()
     def _run_hook(self, op: Collective, spec: BucketSpec, begins: bool, submit: Submit | None) -> None:
-        """Reduce a gradient, the first of a backward if it `begins`, and write the result where the caller expects it.
-
-        With `submit` the steps are a part of an operation; on CUDA streams nothing waits for them.
-        """
+        """Reduce a gradient, the first of a backward if it `begins`, and write the result where the caller expects it. With
+        `submit` the steps are a part of an operation; on CUDA streams nothing waits for them."""
         runner = self._runner
         if begins:
             runner.states.next_step()

@@ -6,11 +6,10 @@ functions of c10d::ProcessGroup, of which torch forwards only some to Python: do
 backend, which we have since torch 2.15: see Note [A process group and its backend].
 
 Note [A process group and its backend]
-What C++ calls on a process group written in Python is forwarded to Python in part; the rest looks for a backend. So since 2.15 ours
-has one, over the same group. Where a process group has other backends for other devices ("cpu:gradwire,cuda:nccl"), or torch was
-told to record collectives or to check them for NaN, the process group is torch's own and has this backend alone. Of a Work that
-passes through it torch forwards only waits and futures: its `is_completed()` is never True, and it has no `result()` and no source.
-So it is not the only form.
+Since torch 2.15 the backend that C++ looks for is one over the same group. Where a process group has other backends for other
+devices ("cpu:gradwire,cuda:nccl"), or torch was told to record collectives or to check them for NaN, the process group is torch's
+own and has this backend alone. Of a Work that passes through it torch forwards only waits and futures: its `is_completed()` is
+never True, and it has no `result()` and no source. So it is not the only form.
 
 Note [The group is its own backend]
 torch asks a process group for the C++ backend of a device to query its capabilities. This group has none; it returns itself, and
@@ -207,8 +206,7 @@ def as_process_group(
 ) -> GradwireProcessGroup:
     """A torch.distributed.ProcessGroup that communicates through `group`. Keep it as long as torch uses it.
 
-    `devices` are the device types the group serves, by default the CPU and, if available, CUDA. `store` is what
-    `get_group_store()` returns.
+    `devices` are the device types it serves, by default the CPU and, if available, CUDA. `get_group_store()` returns `store`.
 
     >>> from gradwire.groups import ThreadGroup
     >>> (group,) = ThreadGroup.world(1)

@@ -86,8 +86,14 @@ def elastic(
         with contextlib.closing(connect()) as records:
             last = records.last_view()
         groups.warm(starters if last is None else len(last.members) + 1, {p.dtype for p in model.parameters()})
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, functools.partial(_leave, run, os.getpid()))
+        if threading.current_thread() is threading.main_thread():
+            leave = functools.partial(_leave, run, os.getpid())
+            for number, handler in (
+                (signal.SIGTERM, leave),
+                (signal.SIGUSR1, signal.SIG_IGN),
+            ):  # SLURM sends it to all processes
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, handler)
         if warm_up is not None:
             run.training.warm_up(warm_up)
         run.start(me, connect, groups, limits)
@@ -133,8 +139,8 @@ def _hub(environ: Mapping[str, str], min_ranks: int) -> tuple[Callable[[], RunRe
             )
         if world.size > 1:
             raise UsageError(
-                f"gw.elastic() on {world}: there is no hub, which decides who is in the run. Start the script with "
-                "gradwire run --elastic MIN:MAX, or set GRADWIRE_HUB, GRADWIRE_HUB_KEY and GRADWIRE_MEMBER for every rank."
+                f"gw.elastic() on {world}: there is no hub, which decides who is in the run. Let this launcher start "
+                "another one: gradwire run --elastic MIN:MAX for the script, once on each host."
             )
         with tempfile.TemporaryDirectory() as directory:
             records = Records(Path(directory) / "hub")

@@ -38,8 +38,7 @@ _rank = 0
 def start(
     directory: str | os.PathLike[str], *, rank: int | None = None, size: int | None = None, member: str = ""
 ) -> None:
-    """Record what happens in this process from now on, in `directory`/rank-N.ring. In an elastic run, whose ranks change, N is the
-    id of the process, `member`.
+    """Record this process from now on, in `directory`/rank-N.ring. In an elastic run N is the process's id, `member`: ranks change.
 
     Every rank calls it, with the same directory; ranks on other hosts may have one of their own. `rank` and `size` are those of
     torch.distributed's default process group unless given. Called again with the same directory, it changes nothing.

@@ -331,8 +331,7 @@ def _rank_status(rank: RankProgress, state: ProcessState, now: int, slow: Contai
 
 
 def _doing(rank: RankProgress, state: ProcessState, now: int) -> str:
-    """What a rank does, for people: the phase of its step, or the collective that it has waited in for long. Of one that was
-    killed, that it is gone."""
+    """What a rank does, for people: the phase of its step, or the collective it has waited in for long; or that it was killed."""
     if state is ProcessState.GONE:
         return "" if rank.ended else state.value
     waiting = rank.waiting_in()

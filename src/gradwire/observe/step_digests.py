@@ -51,8 +51,7 @@ def _read(path: Path) -> RankDigests:
 def first_difference(
     a: Sequence[RankDigests], b: Sequence[RankDigests], *, names: tuple[str, str], finished: bool = True
 ) -> str | None:
-    """Where two runs differ first, in words; None if they are equal bit by bit. Unless both have `finished`, steps that only one
-    of them has made do not count.
+    """Where two runs differ first, in words; None if they are bitwise equal. Unless both have `finished`, only steps of both count.
 
     >>> steps = [{"gradients": {"w": None}, "parameters": {"w": [7, 2.0, 2.0]}}]
     >>> one, two = (

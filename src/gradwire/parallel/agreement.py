@@ -5,8 +5,7 @@ A rank may forget to take part and begin its backward. In the model's group the 
 bucket, and gloo crashes on different sizes. So agreements use a group of their own with the same ranks, which the first of them
 makes, and all their messages are equally long and state their subject and step. A rank that fails its step aborts the model's group
 only, so a rank that waits here watches that one too. After a recovery a new group is made, because ranks may have left the old one
-at different messages. Where a group cannot be split (NCCL without an engine for CPU tensors), messages take their turn in the group
-itself.
+at different messages. Where a group cannot be split (NCCL without an engine for CPU tensors), messages take turns in it.
 """
 
 from __future__ import annotations

@@ -51,9 +51,8 @@ class Difference:
 class DivergenceCheck:
     """Compares parameters over all ranks every `every` steps. Every rank makes one and calls `step` after the optimizer's.
 
-    `group` is a gradwire Group or a torch process group; by default that of the model, else torch's default one. With
-    `optimizer`, its state is compared, and healed, too. `buffers` names those that should be equal after a step; BatchNorm's
-    statistics are not.
+    `group` is a gradwire Group or a torch process group; by default that of the model, else torch's default one. With `optimizer`,
+    its state is compared, and healed, too. `buffers` names those that should be equal after a step; BatchNorm's statistics are not.
 
     On the wire: 24 bytes per rank; on a difference 8 more per tensor.
 

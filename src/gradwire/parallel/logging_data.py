@@ -1,7 +1,6 @@
 """DDP's logging data: what a model was built with and how its steps went, under torch's names.
 
-Times come from events that the reducer emits anyway; they are sampled as in torch: every one of the first ten steps, then
-every `sample_rate`-th.
+Times are from events that the reducer emits anyway, sampled as in torch: the first ten steps, then every `sample_rate`-th.
 """
 
 from __future__ import annotations

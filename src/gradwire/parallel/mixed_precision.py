@@ -162,9 +162,7 @@ class _Substitution:
 
 def _written_back(full: Tensor, now: Tensor | None) -> Tensor | None:
     """The value of a buffer after the forward, in full precision; elements that the forward has not changed keep their value.
-
-    Values are compared, not versions: batch norm does not increment the version of its statistics.
-    """
+    Values are compared, not versions: batch norm does not increment the version of its statistics."""
     if now is None:
         return None
     with torch.no_grad(), _unsafe_preserve_version_counter(full):

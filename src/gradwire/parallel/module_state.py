@@ -64,10 +64,8 @@ class ModuleState:
         return owner is None or owner._parameters.get(self._place[1]) is not parameter
 
     def named_buffers(self) -> dict[str, Tensor]:
-        """The module's buffers, looked up each time: modules may reassign them.
-
-        As in torch, a module that had none when it was replicated is not searched again: the search takes as long as a bucket.
-        """
+        """The module's buffers, looked up each time: modules may reassign them. As in torch, a module that had none when it was
+        replicated is not searched again: the search takes as long as a bucket."""
         if not self._has_buffers:
             return {}
         return {n: b for n, b in self.module.named_buffers() if n not in self.ignore}

@@ -43,11 +43,8 @@ class Recovery:
             raise
 
     def recover_if_failed(self) -> None:
-        """Recover from a failed step, or raise its failure if it was not raised to this rank's caller yet.
-
-        The step may have been another model's on this group: the first model that is used again recovers the group, and the
-        others start over when they are.
-        """
+        """Recover from a failed step, or raise its failure if it was not raised to this rank's caller yet. The step may have been
+        another model's on this group: the first model used again recovers the group, and the others start over when they are."""
         group, iterations = self._reducer.group, self._reducer.iterations
         failure, ledger = group.failure, group.ledger
         if iterations.survive is not None:

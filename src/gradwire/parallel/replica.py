@@ -1,5 +1,4 @@
-"""`Replica`: one rank's copy of a model whose gradients are averaged. The common core of `DistributedDataParallel` and
-`replicate`.
+"""`Replica`: one rank's copy of a model whose gradients are averaged. The common core of `DistributedDataParallel` and `replicate`.
 
 It handles modules and policies. It does not know torch's flags (`ddp.py` turns them into policies), how buckets are filled and
 reduced (`reducer`), or how they are communicated (`hooks`, `groups`).
@@ -175,10 +174,8 @@ class Replica(HookControls):
             reductions.first_nonfinite = NonFiniteWatch([s.name for s in specs])
 
     def _follow_conversion(self) -> None:
-        """Parameters have another dtype or device than when they were hooked: begin again with new hooks and new buckets.
-
-        Hooks begin without states, as in a model that was converted before it was replicated.
-        """
+        """Parameters have another dtype or device than when they were hooked: begin again with new hooks and new buckets. Hooks
+        begin without states, as in a model that was converted before it was replicated."""
         old = self.reducer.layout.parameters
         named = zip(self.names, self.parameters, old, strict=True)
         specs = [ParameterSpec.of(name, parameter, sparse=spec.sparse) for name, parameter, spec in named]

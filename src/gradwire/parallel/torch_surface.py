@@ -234,10 +234,8 @@ class TorchSurface:
 
 
 class ManualFinalization:
-    """The caller, not the end of backward, waits for the reductions (torch 2.15's DDP).
-
-    Whatever runs between the last gradient and `finalize_backward()` overlaps with the communication of the last buckets.
-    """
+    """The caller, not the end of backward, waits for the reductions (torch 2.15's DDP). Whatever runs between the last gradient and
+    `finalize_backward()` overlaps with the communication of the last buckets."""
 
     replica: Replica
     logger: Any
@@ -266,11 +264,9 @@ class ManualFinalization:
 
     @property
     def should_finalize_after_backward(self) -> bool:
-        """Whether `finalize_backward()` must not be called before the next backward has returned. To be read after forward.
-
-        True while buckets or a static graph are still to be learned, and with mixed precision. Otherwise it may be called
-        from a backward hook, once all gradients are ready.
-        """
+        """Whether `finalize_backward()` must not be called before the next backward has returned. To be read after forward. True
+        while buckets or a static graph are still to be learned, and with mixed precision. Otherwise it may be called from a
+        backward hook, once all gradients are ready."""
         if not self._manual:
             return False
         order, used = self.replica.reducer.order, self.replica.reducer.used

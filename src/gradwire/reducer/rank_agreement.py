@@ -34,10 +34,8 @@ def odd_ones_out(group: Group, text: str, *, device: torch.device, label: str) -
 
 
 def compare_parameters(group: Group, specs: Sequence[ParameterSpec], *, device: torch.device) -> None:
-    """Raise LayoutError on every rank unless all have the same parameters; names the first that differs, and the ranks.
-
-    On the wire: 32 bytes a rank; the descriptions are sent only when they differ.
-    """
+    """Raise LayoutError on every rank unless all have the same parameters; names the first that differs, and the ranks. On the
+    wire: 32 bytes a rank; the descriptions are sent only when they differ."""
     text = json.dumps([spec.describe() for spec in specs])
     if not odd_ones_out(group, text, device=device, label="compare parameters"):
         return
@@ -73,10 +71,8 @@ def _difference(by_rank: list[list[str]], reference: list[str], odd: list[int]) 
 def load_together(
     saved: Mapping[str, Any], hook: CommHook, group: Group, *, device: torch.device, build: Callable[[HookStates], T]
 ) -> T:
-    """What `build` makes of this rank's states. Every rank calls it; if one cannot load, or is at another step, none does.
-
-    So `build` makes all that the caller needs and changes nothing yet: the caller puts it in place when all ranks are able to.
-    """
+    """What `build` makes of this rank's states. Every rank calls it; if one cannot load, or is at another step, none does. So
+    `build` makes all that the caller needs and changes nothing yet: the caller puts it in place when all ranks are able to."""
     built, refused, at = [], None, repr(hook)
     try:
         states = from_dict(saved, hook, rank=group.rank)

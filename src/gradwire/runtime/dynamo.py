@@ -46,10 +46,8 @@ def untraced_frame(fn: F) -> F:
 
 
 def untraced_call(fn: F) -> F:
-    """Function decorator: a compiled caller breaks its graph here and runs `fn`, and everything it calls, eagerly.
-
-    Dynamo checks the attribute before it inlines a call; the mark on the code object stops it at frames.
-    """
+    """Function decorator: a compiled caller breaks its graph here and runs `fn`, and everything it calls, eagerly. Dynamo checks
+    the attribute before it inlines a call; the mark on the code object stops it at frames."""
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
     _skip(fn, "SKIP")
     return fn

@@ -1,5 +1,4 @@
-"""The record of faults, also of injected ones: a file with a JSON object in each line, to which many processes append. Without
-torch."""
+"""The record of faults, also injected ones: a file with a JSON object per line, to which many processes append. Without torch."""
 
 from __future__ import annotations
 

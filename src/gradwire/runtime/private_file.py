@@ -103,9 +103,7 @@ def check_identity(
 
 def write_private(path: str | Path, data: bytes) -> None:
     """Make `path` a file of mode 600 that contains `data`. Readers see all of it or none; a planted link is replaced, not followed.
-
-    Raises OSError, PermissionError if the directory belongs to another user.
-    """
+    Raises OSError, PermissionError if the directory belongs to another user."""
     folder, name = os.path.split(path)
     directory = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

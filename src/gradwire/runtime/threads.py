@@ -51,10 +51,8 @@ class Worker:
                     thread.start()
 
     def put(self, job: Job) -> None:
-        """Run `job()` after those put before it. A job handles its own errors.
-
-        Takes no lock once the thread runs: a signal handler that calls `abort()` may interrupt any thread anywhere, even in here.
-        """
+        """Run `job()` after those put before it. A job handles its own errors. Takes no lock once the thread runs: a signal handler
+        that calls `abort()` may interrupt any thread anywhere, even in here."""
         if self._thread is None:
             self.start()
         self.unfinished.append(None)

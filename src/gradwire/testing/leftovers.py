@@ -199,10 +199,8 @@ def _is_drivers(target: str) -> bool:
 
 
 class TorchModules:
-    """The attributes of torch's modules, and its number of threads, which a job in a process that is kept must not replace.
-
-    What torch, gradwire or another imported module has put there is not a leftover; what code that was sent to the process has is.
-    """
+    """The attributes of torch's modules, and its number of threads, which a job in a process that is kept must not replace. What
+    torch, gradwire or another imported module has put there is not a leftover; what code that was sent to the process has is."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[tuple[str, ...], tuple[object, ...]]] = {}

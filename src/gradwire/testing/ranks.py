@@ -63,12 +63,11 @@ def run_ranks(
 ) -> list[Any]:
     """Run `fn(group)` on `n` ranks at once and return what each returned, in rank order.
 
-    `wrap` is applied to each rank's group first. Groups are closed when all ranks have returned, so `fn` need not; a rank
-    that returns early has not left. What a rank raises is raised here, with a note that names the rank; the others are
-    aborted. A process that dies is PeerLost, except for the ranks in `lost`: they are expected to die, their result is None,
-    and it is an error if they do not. After `timeout` seconds (60 if not given) CollectiveTimeout shows the stack of each
-    missing rank. `leftovers` is what to do about what `fn` leaves behind in a rank's process: with LeftBehind.RAISE it is an
-    error.
+    `wrap` is applied to each rank's group first. Groups are closed when all ranks have returned, so `fn` need not; a rank that
+    returns early has not left. What a rank raises is raised here, with a note that names the rank; the others are aborted. A
+    process that dies is PeerLost, except for the ranks in `lost`: they are expected to die, their result is None, and it is an
+    error if they do not. After `timeout` seconds (60 if not given) CollectiveTimeout shows the stack of each missing rank.
+    `leftovers` is what to do about what `fn` leaves behind in a rank's process: with LeftBehind.RAISE it is an error.
 
     >>> import torch
     >>> def total(group):
@@ -114,11 +113,8 @@ def _verdict(outcomes: Sequence[RankResult], request: Request) -> list[Any]:
 
 
 def root_failure(failures: Iterable[RankResult]) -> RankResult | None:
-    """The failure that caused the others; None if all ranks that failed were stuck.
-
-    Near the earliest, an error of the rank itself comes first, then a process that died, then PeerLost and GroupAborted, which look
-    like consequences.
-    """
+    """The failure that caused the others; None if all ranks that failed were stuck. Near the earliest, an error of the rank itself
+    comes first, then a process that died, then PeerLost and GroupAborted, which look like consequences."""
 
     def consequence(outcome: RankResult) -> int:
         if outcome.fate is Fate.DIED:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.cli import main, run
+from gradwire.cli import elastic_options, main, run
 from gradwire.cli.elastic_options import elastic_plan, elastic_variables, read_key
 from gradwire.elasticity.hub import Hub
 from gradwire.errors import UsageError
@@ -20,7 +20,7 @@ from gradwire.launch.chaos_schedule import ChaosSchedule
         ("--hub a:1", "gradwire run --hub: it needs --elastic or --join"),
         ("--elastic 1:4 --hub a:1", "gradwire run --hub: it needs --key-file"),
         ("--join a:1", "gradwire run --join: it needs --key-file"),
-        ("--join a:1 --elastic 1:4", "gradwire run --elastic: not with --join"),
+        ("--join a:1 --elastic 1:4 --hub a:1", "gradwire run --hub: not with --join"),
         ("--elastic 1:4 --replace-ddp", "gradwire run --replace-ddp: torch's class is not elastic"),
         ("--chaos kill=1/s", "gradwire run --chaos: it needs --elastic or --join"),
         ("--elastic 1:4 --chaos-seed 3", "gradwire run --chaos-seed: it needs --chaos"),
@@ -44,7 +44,8 @@ def test_options_that_do_not_go_together_are_named(options, message, tmp_path, c
     assert message in capsys.readouterr().err
 
 
-def test_a_run_begins_once_at_a_hub_and_others_join_it(tmp_path: Path) -> None:
+def test_a_run_begins_once_at_a_hub_and_others_join_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(elastic_options, "_REACH", 0.3)
     key = read_key(tmp_path / "key", make=True)
     assert (tmp_path / "key").stat().st_mode & 0o077 == 0
     hub = Hub(tmp_path / "hub", key=key)
@@ -53,8 +54,12 @@ def test_a_run_begins_once_at_a_hub_and_others_join_it(tmp_path: Path) -> None:
     joins = argparse.Namespace(**{**known, "join": hub.address})
     with pytest.raises(UsageError, match="no run has begun at this hub"):
         elastic_plan(joins, tmp_path)
+    with pytest.raises(UsageError, match="No such file"):
+        elastic_plan(argparse.Namespace(**{**vars(joins), "key_file": tmp_path / "none"}), tmp_path)
     plan = elastic_plan(begins, tmp_path)
     assert (plan.limits, plan.min_ranks, plan.hub) == ("2:8", 2, None)
+    both = argparse.Namespace(**{**known, "elastic": (3, 4), "join": hub.address})
+    assert (elastic_plan(both, tmp_path).limits, elastic_plan(both, tmp_path).min_ranks) == ("2:8", 0)
     with pytest.raises(UsageError, match="has the records of a run already"):
         elastic_plan(begins, tmp_path)
     plan = elastic_plan(joins, tmp_path)

@@ -358,6 +358,16 @@ def test_a_joiner_is_told_when_nobody_has_the_state_any_more(tmp_path: Path) -> 
     assert "nobody has the state" in str(world.errors["joiner"])
 
 
+def test_a_joiner_gives_up_when_no_member_can_be_reached(tmp_path: Path) -> None:
+    hub, run = Records(tmp_path / "hub"), ElasticRun(*make_model())
+    RunRecords(hub).propose(View(0, ("host-0",), 0))
+    hub.compare_set("silent/host", "", "silent")
+    with pytest.raises(TooFewMembers, match="no member of the run can be reached"):
+        run.start("me", lambda: RunRecords(hub), Mock(), Limits(patience=0.2))
+    run.release()
+    hub.close()
+
+
 def test_the_hub_is_watched_again_after_it_had_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Quorum, "count", count := Mock(side_effect=UsageError("the keys differ")))
     with running_alone(tmp_path):
@@ -480,9 +490,10 @@ class Tied(nn.Module):
 
 @pytest.fixture
 def _sigterm() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 CHECKPOINTS: dict[str, tuple[Callable[[ElasticRun, Path], object], Callable[[Path], Any]]] = {

@@ -19,14 +19,12 @@ computes all gradients of its model; they are counted as the reducer counts them
 many of a model, and whose it is cannot be known here. So ops are placed for the buckets of every model in the process, and at most
 half a bucket apart, or in a large graph a sixteenth of its gradients: no bucket is launched later than that.
 
-Those places depend on sizes of activations and on the other models of a process, which may differ between ranks. That is of no
-account among our own reductions. But if the graph has collectives of its own, perhaps in the same group, a bucket that is launched
-before one of them must be launched before it on every rank: then, and for ops of which it is not known, one stands behind each
-gradient.
+Those places depend on sizes of activations and on the other models of a process, which may differ between ranks. That does not
+matter among our own reductions. But if the graph has collectives of its own, perhaps in the same group, a bucket launched before
+one of them must be launched before it on every rank: then, and for ops of which it is not known, one stands behind each gradient.
 
 Note [Inside a CUDA graph]
-With `mode="reduce-overhead"` kernels are recorded once and replayed, and an op in Python would run only when they are recorded.
-Such graphs stay as they are.
+With `mode="reduce-overhead"` kernels are recorded once and replayed, without ops in Python. Such graphs stay as they are.
 """
 
 from __future__ import annotations

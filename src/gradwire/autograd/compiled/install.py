@@ -1,9 +1,8 @@
 """Before the forward of a model: what torch.compile compiles there is to report gradients.
 
 Note [Graphs of before]
-Dynamo keeps what it has compiled with the code of `forward`, which all models of a class share. So a model that has run before it
-was replicated, or another model of its class, may have left graphs that report nothing, or report too late for smaller buckets.
-Dynamo is made to forget them.
+Dynamo keeps what it has compiled with the code of `forward`, which all models of a class share. So a model that ran before it was
+replicated, or another of its class, may have left graphs that report nothing, or too late for smaller buckets. They are dropped.
 """
 
 from __future__ import annotations

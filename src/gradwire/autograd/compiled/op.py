@@ -69,10 +69,8 @@ _without: dict[Limits, int] = {}
 
 
 def on_compiled_gradients(parameters: Sequence[Tensor], early: OnGradients, limits: Limits) -> Handle:
-    """Call the bound method `early(indices, gradients)` inside a compiled backward when it has computed gradients.
-
-    Its object is held weakly. A parameter has one listener, the last one. `limits`: see `bucket_limits`.
-    """
+    """Call the bound method `early(indices, gradients)` inside a compiled backward when it has computed gradients. Its object is
+    held weakly. A parameter has one listener, the last one. `limits`: see `bucket_limits`."""
     assert isinstance(early, types.MethodType)
     listener = _Listener(early, limits)
     added = {id(p): (weakref.ref(p), listener, index) for index, p in enumerate(parameters)}

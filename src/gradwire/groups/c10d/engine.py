@@ -1,5 +1,4 @@
-"""What each torch.distributed engine supports natively, and how it is called. The only module that calls c10d's API (method names,
-option objects, reduce ops).
+"""What each torch.distributed engine supports natively, and how it is called. Only this module calls c10d's API (methods, options).
 
 Note [Why in pieces]
 Gloo moves a message over one connection, and while it writes a long one it hardly reads. When two ranks send to each other, a

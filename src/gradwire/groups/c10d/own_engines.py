@@ -3,8 +3,7 @@
 Note [Gloo's address]
 By default gloo listens on the address that this host's name resolves to: on Debian 127.0.1.1, elsewhere perhaps none. Ranks that
 meet over TCP use the local address of their connection to the store, or, where that is a loopback address, the one at which others
-have found the store. Ranks that meet in a private store use the loopback address. `GLOO_SOCKET_IFNAME`, which gloo reads itself,
-takes precedence.
+found the store. Ranks that meet in a private store use the loopback address. `GLOO_SOCKET_IFNAME`, read by gloo, overrides them.
 
 Note [Connecting on a thread]
 Gloo's constructor waits for all ranks, inside the store and then in its connections: up to five times its timeout, and without
@@ -12,9 +11,8 @@ noticing that one of them has died. So it runs on a thread, and this rank watche
 thread is abandoned: its store raises from then on, and a connection attempt is left to its timeout.
 
 Note [A store that needs no interpreter]
-NCCL's threads call its store for as long as it lives. A private store is written in Python: a call waits for the interpreter lock,
-which a thread that destroys the engine, and joins its threads, may hold. So the engine gets a C++ store of torch's, over a private
-file whose name is in the private store.
+NCCL's threads call its store as long as it lives. A private store is written in Python: a call waits for the interpreter lock,
+which a thread that destroys the engine and joins its threads may hold. So NCCL gets a C++ store over a private file named in it.
 
 Note [The engine's threads and the interpreter's end]
 A thread in C++ that waits for the interpreter lock when the interpreter shuts down is unwound by force, and the program aborts with

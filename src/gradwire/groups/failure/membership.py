@@ -1,8 +1,7 @@
 """Membership: the state of the ranks of a group in different processes, kept in the rendezvous store.
 
 Engines report little: gloo's "connection closed by peer" names no rank, and neither does a timeout. So every rank writes a page
-into the store: its host and process, how many collectives it has joined, and how it left. It reads the others'
-pages when an operation has been in flight for a while.
+into the store: its host and process, how many collectives it joined, how it left. It reads the others' if an operation is slow.
 
 Note [Dead, or only silent]
 A rank counts as dead only on proof: its process, on this host, is gone or a zombie, or it wrote that it left, or another rank wrote
@@ -21,8 +20,7 @@ had joined no more collectives than this rank when it opened its group may be ab
 recorded then proves that it is lost; a timeout still names it.
 
 A process group that is destroyed and made again may have the same store and keys. So each rank numbers the process groups over a
-store in which it has opened groups, on its page. Of a rank with another number nothing is known: a timeout that would depend on it
-names no ranks.
+store in which it has opened groups, on its page. Nothing is known of a rank with another number: a timeout then names no ranks.
 
 Note [An exchange that outlives its epoch]
 Ranks that recover together begin a new epoch, with new keys. A call to the store may be in progress on a thread at that moment.

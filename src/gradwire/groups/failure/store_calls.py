@@ -32,8 +32,7 @@ def innermost(store: Any) -> Any:
 
 
 def bounded(store: Any, timeout: float, who: object) -> Any:
-    """`store` with calls that take at most `timeout`; unchanged if none of its calls waits for another process. Errors begin with
-    `who`."""
+    """`store` with calls that take at most `timeout`; unchanged if none waits for another process. Errors begin with `who`."""
     inner = innermost(store)
     direct = isinstance(inner, HashStore) or getattr(type(inner), "has_no_host", False)
     return store if direct else _Bounded(store, timeout, who)

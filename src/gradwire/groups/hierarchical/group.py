@@ -64,11 +64,10 @@ class HierarchicalGroup(Group):
         name: str | None = None,
         timeout: float | None = None,
     ) -> None:
-        """`inside` holds the ranks of this host; `across`, on its first k ranks, those with the same rank in the `inside` of
-        every host, numbered by host; on the others it is None. k is the same on all hosts: 1 for a leader each, all where hosts
-        are alike. `messages` holds all ranks, in order. `rank` is this rank's number in the whole, where ranks are not numbered
-        host by host. All of that is checked between the ranks, unless `layout` is given. `store` is where ranks publish their
-        progress and failures."""
+        """`inside` holds the ranks of this host; `across`, on its first k ranks, those with the same rank in the `inside` of every
+        host, numbered by host; on the others it is None. k is the same on all hosts: 1 for a leader each, all where hosts are
+        alike. `messages` holds all ranks, in order. `rank` is this rank's number in the whole, where ranks are not numbered host by
+        host. Unless `layout` is given, the ranks check all of that. `store` is where they publish progress and failures."""
         group_id: int | None
         if layout is None:
             layout, rank, group_id = discover_from_groups(inside, across, rank)

@@ -10,8 +10,7 @@ filled by as many connections as there are carriers. Inside, with shared memory,
 
 Note [Rounded once on each level]
 float16, bfloat16 and float8 are summed in float32 and rounded, once in the host and once between hosts. Averages are taken on both
-levels, so that a sum that would not fit never exists; where hosts differ in size that would weigh ranks differently, and the whole
-is done in float32.
+levels, so that no sum overflows; where hosts differ in size that would weigh ranks differently, and all is done in float32.
 
 Note [Moving pieces]
 In gather, scatter and all-to-all every rank has a piece, perhaps empty, for every other. A piece goes to its sender's carrier, in

@@ -10,8 +10,7 @@ all-to-all is therefore always made of messages, since a rank does not know whet
 memory is known to one rank only: where a result would overwrite what is still to be sent, that rank sends a copy.
 
 Note [More than 2**31 bytes]
-Counts are C ints in MPI before version 4. A larger movement is one element of a datatype that is as large; a larger reduction
-is cut into pieces, each a request of its own.
+Counts are C ints before MPI 4. A larger movement is one element of a datatype as large; a larger reduction is several requests.
 """
 
 from __future__ import annotations

@@ -10,13 +10,11 @@ every rank's announcement of n was seen, which each makes after finishing n - 1.
 
 Note [One pass]
 Of tensors that lie in the heaps of all ranks, each rank reduces its share of the elements and writes the result into all of them,
-block by block, while it is still in the cache. The sum runs in rank order, so results are the same bits on every rank and in every
-run.
+block by block, while it is in the cache. The sum runs in rank order, so results are the same bits on every rank, in every run.
 
 Note [When loops are compiled]
-Where numba is installed, a sum or mean in one pass is a compiled loop. Loading numba takes about a second, in which a peer's
-deadline would run. So it is done when a mebibyte or more is allocated, before training. Ranks need not agree on it: both ways give
-the same bits.
+Where numba is installed, a sum or mean in one pass is a compiled loop. Loading numba takes about a second of a peer's deadline, so
+it is done when a mebibyte or more is allocated, before training. Ranks need not agree on it: both ways give the same bits.
 
 Note [Three buffers]
 An all-reduce of ordinary memory goes through the staging buffers in chunks, and each chunk in two halves: "in" (what the others

@@ -15,9 +15,8 @@ pair its operation with a later one of ours. So this rank publishes its failure 
 that operation; a rank that arrives late, or waits for this one, fails at once. `recover` brings all ranks back into step.
 
 Note [Breaking off]
-A program may also end in the middle on this rank alone: there was no memory for a copy, or Ctrl-C hit the thread that drives. So
-the group fails here and now, and publishes why. The one error that leaves ranks in step is CollectiveMismatch, which a program
-raises after its last signal.
+A program may also end in the middle on this rank alone: no memory for a copy, or Ctrl-C in the thread that drives. So the group
+fails at once, and publishes why. Only CollectiveMismatch leaves ranks in step: a program raises it after its last signal.
 
 Note [The last reference]
 Operations in flight keep their group, so the last reference to it may go when one of them is settled, in the thread that drives.

@@ -52,8 +52,7 @@ Call = Callable[..., Any]
 
 
 def without_warnings() -> Call:
-    """`call(fn, *args)` without numpy's floating-point warnings, not for two threads at a time. `np.errstate` takes longer than a
-    small sum."""
+    """`call(fn, *args)` without numpy's floating-point warnings, one thread at a time: `np.errstate` is slower than a small sum."""
     context = contextvars.Context()
     context.run(np.seterr, all="ignore")
     return context.run

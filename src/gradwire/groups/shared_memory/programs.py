@@ -1,17 +1,15 @@
 """Collectives over shared memory, as programs: generators that yield a number of signals and go on once all ranks have given it.
 
-A rank *announces* a collective (a table of what it is and where its parts lie), *signals*, and waits for the others'
-signals; then it *pulls* what it needs straight from where the others have it. A part lies in one of three places, which each rank
-chooses for itself and writes into its table:
+A rank *announces* a collective (a table of what it is and where its parts lie), *signals*, and waits for the others' signals; then
+it *pulls* what it needs straight from where the others have it. A part lies in one of three places, which each rank chooses:
 
 - what fits into the rank's small slot: copied there together with the announcement, so that one signal is enough;
 - in the rank's heap: where it is; nothing is copied, and all ranks signal once more when they have read it;
 - elsewhere: copied window by window through the rank's staging buffers.
 
 Note [Two windows]
-A rank stages window k + 1 where window k - 1 was. It has seen every rank signal window k, which each did after pulling k - 1.
-While it stages one, the others pull the one before, so windows of two ranks are small. The more ranks there are, the more wake-ups
-a window costs, and the larger it is.
+A rank stages window k + 1 where window k - 1 was. It has seen every rank signal window k, which each did after pulling k - 1. While
+it stages one, the others pull the one before, so windows of two ranks are small. More ranks mean more wake-ups, so larger windows.
 
 This module picks the program and has the exchanges; `all_reduce.py` has the announcement and the all-reduce.
 """

@@ -22,12 +22,11 @@ one in `WaitQueue.sleep` are the two halves of the next note.
 
 Note [No wake-up is lost]
 A sleeper writes 1 into its sleep flag, fences, checks once more what it waits for, and only then sleeps, in the kernel, while the
-flag is 1. A writer changes its counter, fences, reads the flag, and if it is 1 writes 0 and wakes. With a full fence between
-the store and the load on both sides at least one of them sees the other's store: either the sleeper sees the counter and does
-not sleep, or the writer sees the flag. The kernel compares the flag with 1 under its own lock, so a writer that clears the flag
-between the sleeper's last check and its sleep is noticed too. Two writers may both see 1: one wake-up too many is harmless.
-A writer may be killed between writing 0 and waking; therefore no rank sleeps longer than `SLICE` at a time, and each checks
-after every sleep whether the others are alive.
+flag is 1. A writer changes its counter, fences, reads the flag, and if it is 1 writes 0 and wakes. With a full fence between the
+store and the load on both sides at least one of them sees the other's store: either the sleeper sees the counter and does not
+sleep, or the writer sees the flag. The kernel compares the flag with 1 under its own lock, so a writer that clears the flag between
+the sleeper's last check and its sleep is noticed too. Two writers may both see 1: one wake-up too many is harmless. A writer may be
+killed between writing 0 and waking; so no rank sleeps longer than `SLICE`, and each then checks whether the others are alive.
 
 Note [The last one wakes]
 A sleeper waits until all ranks have signaled a number of times. So of n ranks only the one whose signal completes that number wakes
@@ -63,8 +62,7 @@ SLICE = 0.05
 """The longest sleep, in seconds, before a waiter checks on the other ranks."""
 
 _SPINS, _CROWDED_SPINS, _THREAD_SPINS = 300, 40, 30
-"""How often a caller checks for its peers, with a core for each rank and without, and the group's own thread: see Note [Spin, then
-sleep]."""
+"""How often a caller checks for peers, with a core per rank and without, and the group's thread: see Note [Spin, then sleep]."""
 _YIELDS = 800
 """How often a thread then checks, giving up its core each time, before it sleeps: one to two milliseconds."""
 _STALL = 1e-3

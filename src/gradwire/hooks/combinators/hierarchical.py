@@ -8,8 +8,7 @@ is added to the `sent` of the carrier n times, because the carrier's share in th
 
 Note [Slices are rows]
 A carrier's slice consists of rows of every parameter, so that in the `across` hook matrices stay matrices, patterns of names match,
-and state belongs to a parameter's rows. A parameter with fewer rows than there are rails, or whose rows are not contiguous, is
-split as a vector.
+and state belongs to a parameter's rows. A parameter with fewer rows than rails, or not contiguous ones, is split as a vector.
 
 Note [What is owed between hosts]
 The state of a carrier in the `across` hook belongs to its rows in a rail over h hosts, and what it owes counts 1 / h in the

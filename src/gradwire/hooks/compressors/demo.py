@@ -86,10 +86,8 @@ def cosines(length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tens
 
 
 def turned(tiles: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Each tile X as first X^T second^T: a transform along both dimensions, by two large products instead of many small ones.
-
-    The result is transposed; applying the inverse transform transposes it back.
-    """
+    """Each tile X as first X^T second^T: a transform along both dimensions, by two large products instead of many small ones. The
+    result is transposed; applying the inverse transform transposes it back."""
     count, height, width = tiles.shape
     half = linear(tiles.reshape(count * height, width), first).view(count, height, width).transpose(1, 2)
     return linear(half.reshape(count * width, height), second).view(count, width, height)
@@ -188,9 +186,8 @@ def decoupled_momentum(
     the dtype in which frequencies are sent (of float16 gradients: float32); the rounding stays in the momentum. Non-finite values
     are sent once and not kept.
 
-    On the wire: (n - 1) times the number of chunks times k (2 + itemsize(values)) bytes for n ranks; 4 + itemsize(values) if
-    chunk is above 181. Memory: the momentum, as large as the bucket, in float32 for 16-bit gradients; during a reduction, two
-    more.
+    On the wire: (n - 1) times the number of chunks times k (2 + itemsize(values)) bytes for n ranks; 4 + itemsize(values) if chunk
+    is above 181. Memory: the momentum, as large as the bucket, in float32 for 16-bit gradients; during a reduction, two more.
     """
     if k > chunk**2:
         raise UsageError(

@@ -1,7 +1,6 @@
 """`dion`: what ranks send with the optimizer `optim.Dion`: two thin matrices of each momentum instead of a gradient.
 
-After Ahn et al. 2025 (arXiv 2504.05295), with the paper's letters: G is the gradient of a matrix of m x n, M its momentum, P is
-m x r, and R and Q are n x r. On rank i:
+Ahn et al. 2025 (arXiv 2504.05295), with its letters: G is a gradient of m x n, M its momentum, P m x r, R and Q n x r. On rank i:
 
     B_i = M_i + G_i,  P = orthonormal(mean B_i Q),  R_i = B_i^T P,  R = mean R_i,  M_i = B_i - (1 - mu) P R_i^T,
     Q = the columns of R divided by their norm; and P Q^T is the direction of the optimizer's step.

@@ -1,7 +1,6 @@
 """`power_sgd`: gradients of matrices as products of two thin matrices.
 
-After Vogels et al. 2019 (arXiv 1905.13727), with the paper's letters: M is a gradient as a matrix of n x m, P is n x r and Q is
-m x r.
+After Vogels et al. 2019 (arXiv 1905.13727), in the paper's letters: M is a gradient as a matrix of n x m, P is n x r, Q is m x r.
 
 Note [One step of power iteration]
 P = M Q is averaged over the ranks and orthonormalized, Q = M^T P is averaged, and P Q^T is the gradient. All ranks hold the same

@@ -2,8 +2,7 @@
 
 `top_k` and `threshold` send the most important elements of each rank, and their indices. Different ranks choose different elements,
 so an all-reduce cannot add them: the lists are gathered, and every rank adds all of them in rank order. `random_k` is a stage: all
-ranks choose the same elements, so any dense hook can reduce them. What was not sent is lost unless error feedback keeps it; `dgc`,
-in a module of its own, keeps it itself.
+ranks choose the same elements, so any dense hook can reduce them. Error feedback keeps what was not sent; `dgc` does so itself.
 """
 
 from __future__ import annotations
@@ -207,9 +206,8 @@ def top_k(*, ratio: float | None = None, k: int | None = None, values: torch.dty
     one; ties go to the lower index. What is left out is lost, so put `error_feedback()` around it. `values`, such as
     torch.bfloat16, is the dtype in which the elements are sent.
 
-    On the wire: (n - 1) k (4 + itemsize(values)) bytes, n being the ranks: it grows with n, where an all-reduce does not. It pays
-    while n * ratio is well below 1. As a reduce-scatter it sends k / n elements of each row, which does not grow. Memory: the
-    lists of all ranks.
+    On the wire: (n - 1) k (4 + itemsize(values)) bytes with n ranks: it grows with n, an all-reduce does not. It pays while n *
+    ratio is well below 1. As a reduce-scatter it sends k / n elements of each row, which does not grow. Memory: all ranks' lists.
 
     >>> from gradwire.testing import simulate
     >>> done = simulate(top_k(k=1), [torch.tensor([5.0, 1.0]), torch.tensor([2.0, -3.0])])

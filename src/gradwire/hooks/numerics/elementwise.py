@@ -44,10 +44,8 @@ def _norm(flat: Tensor) -> Tensor:
 
 
 def clip_norms_(flat: Tensor, spec: BucketSpec, bound: float) -> None:
-    """Scale each parameter's part of `flat`, the real numbers of a bucket, to a norm of at most `bound`, in place.
-
-    By parameter, because the buckets change: the first step has only one. A part that is not finite becomes NaN.
-    """
+    """Scale each parameter's part of `flat`, the real numbers of a bucket, to a norm of at most `bound`, in place. By parameter,
+    because the buckets change: the first step has only one. A part that is not finite becomes NaN."""
     pair = 2 if spec.dtype.is_complex else 1
     for part in flat.split([pair * numel for numel in spec.numels]):
         part.mul_((bound / _norm(part)).clamp(max=1))

@@ -2,8 +2,7 @@
 # Kernels are written in Triton's language, whose parameters and annotations are not Python's.
 """Triton kernels in place of many small operations, or of several passes over a bucket.
 
-Those for low-rank hooks compute in float64, whose cost is negligible at this size; that for residuals does what torch does, to the
-bit.
+Low-rank kernels compute in float64, at a negligible cost for this size; the one for residuals does what torch does, to the bit.
 """
 
 from __future__ import annotations

@@ -47,10 +47,8 @@ def cholesky_qr(batches: Sequence[Tensor]) -> list[Tensor]:
 
 
 def inverse_factors(gram: Tensor) -> Tensor:
-    """L^-T for each G = L L^T of the batch, with a small term added to the diagonal; NaN for non-finite G.
-
-    Rounding must not make a matrix indefinite, and a matrix of zeros must give zeros in the end.
-    """
+    """L^-T for each G = L L^T of the batch, with a small term added to the diagonal; NaN for non-finite G. Rounding must not make a
+    matrix indefinite, and a matrix of zeros must give zeros in the end."""
     fast = kernels(GPU_KERNELS) if gram.is_cuda else None
     if fast is not None:
         made: Tensor = fast.inverse_factors(gram)

@@ -13,9 +13,8 @@ from gradwire.hooks.base import Turn
 def key(seed: int, turn: Turn, *, shared: bool) -> int:
     """A signed 64-bit key for this bucket and step: the same on every rank if `shared`, otherwise different on each.
 
-    Rank and step are those of `turn.origin`: a combinator may give two of its parts the same rank and step. Parts that share
-    these too are distinguished by the bucket's first parameter and by `turn.path`. It depends on nothing else, so a run that is
-    resumed from a checkpoint draws the same numbers.
+    Rank and step are those of `turn.origin`: a combinator may give two of its parts the same rank and step. Such parts are
+    distinguished by the bucket's first parameter and by `turn.path`. Nothing else counts, so a resumed run draws the same numbers.
     """
     rank, step = turn.origin
     first = turn.spec.names[0] if turn.spec.names else ""
@@ -23,10 +22,8 @@ def key(seed: int, turn: Turn, *, shared: bool) -> int:
 
 
 def generator(seed: int, turn: Turn, *, shared: bool) -> torch.Generator:
-    """A generator seeded with that key, on the bucket's device.
-
-    Devices of different models draw different numbers. Numbers that must be equal on all ranks come from `noise`, or from the CPU.
-    """
+    """A generator seeded with that key, on the bucket's device. Devices of different models draw different numbers. Numbers that
+    must be equal on all ranks come from `noise`, or from the CPU."""
     return torch.Generator(device=turn.spec.device).manual_seed(key(seed, turn, shared=shared))
 
 
@@ -36,10 +33,8 @@ def device_key(seed: int, turn: Turn, *, shared: bool) -> Tensor:
 
 
 def noise(index: Tensor, key: Tensor | int) -> Tensor:
-    """A number in [0, 1) for each index and the lower 31 bits of a key: the same on every device.
-
-    It is the 32-bit finalizer of MurmurHash3, computed in int64.
-    """
+    """A number in [0, 1) for each index and the lower 31 bits of a key: the same on every device. It is the 32-bit finalizer of
+    MurmurHash3, computed in int64."""
     h = ((index * 0x9E3779B9) ^ (key & 0x7FFFFFFF)) & 0xFFFFFFFF
     h ^= h >> 16
     h = (h * 0x85EBCA6B) & 0xFFFFFFFF

@@ -324,9 +324,8 @@ def process_cause(state: ProcessState, stack: Stack) -> Cause:
 
 
 def _shown_stack(stacks: Sequence[Stack], header: Mapping[str, Any], *, shared: bool) -> Stack:
-    """The stack of the thread that is in a hook, or else of the main thread: what other threads do does not keep the rank
-    waiting. Of ranks that are threads of one process, and where the main thread runs no user code: of the first thread that does
-    and that is not idle."""
+    """The stack of the thread that is in a hook, or else of the main thread: other threads do not keep the rank waiting. Of ranks
+    in one process, where the main thread runs no user code: of the first thread that does and is not idle."""
     found = [stack for stack in stacks if _is_in_hook(stack)]
     if stacks and not found and (shared or not user_frames(stacks[0], header)):
         found = [stack for stack in stacks if _is_busy(stack, header)]

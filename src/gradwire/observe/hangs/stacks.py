@@ -205,8 +205,7 @@ def user_line(frames: Sequence[Frame], header: Mapping[str, Any]) -> Frame | Non
 
 
 def of_script(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """The frames without those by which `python -m` and `gradwire run` have started the script, and without those of a rank that
-    is writing the very report.
+    """The frames without those that start the script (`python -m`, `gradwire run`) and those of a rank that is writing the report.
 
     >>> script, runpy = Frame("train.py", 3, "<module>"), Frame("<frozen runpy>", 88, "_run_code")
     >>> started = Frame("/lib/gradwire/launch/run_script.py", 36, "main")

@@ -1,2 +1,1 @@
-"""The report of a run: `gradwire report`. Rings in, one model out (`report_model.py`), which `render.py` turns into a page
-and into lines. Without torch."""
+"""The report of a run: `gradwire report`. Rings in, one model out (`report_model.py`), shown by `render.py`. Without torch."""

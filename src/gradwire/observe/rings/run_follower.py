@@ -253,8 +253,7 @@ def unfinished_rows(old: np.ndarray, rows: np.ndarray, pending: Iterable[tuple[i
 
 
 def _keys(group_id: np.ndarray, rank: np.ndarray, seq: np.ndarray) -> np.ndarray:
-    """Operations, or other numbers within a group, as one number each; that two have the same is as likely as that two groups
-    have."""
+    """Operations, or other numbers within a group, as one number each. Two have the same as rarely as two groups have."""
     import numpy as np
 
     local = rank.astype(np.uint64) << np.uint64(32) | seq.astype(np.uint64)

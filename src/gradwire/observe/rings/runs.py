@@ -92,8 +92,7 @@ def clear_run(run: Path) -> None:
 
 
 def _is_in_use(run: Path) -> bool:
-    """Whether the launcher or a rank of the run may be alive. One of another host, which shares the directory, may be for a
-    week."""
+    """Whether the launcher or a rank of the run may be alive: for a week, if it is on another host that shares the directory."""
     try:
         if state_of_writer(json.loads((run / _LAUNCHER).read_text())) not in (ProcessState.GONE, ProcessState.UNKNOWN):
             return True

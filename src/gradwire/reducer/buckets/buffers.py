@@ -31,11 +31,8 @@ class ZeroBucket(GradBucket):
 
 
 class BucketBuffers:
-    """The buckets of one model in one layout.
-
-    With `keep_views`, gradients are views of the buckets after a step. With `lazy`, memory is allocated when a bucket is
-    launched and released at the end of the step.
-    """
+    """The buckets of one model in one layout. With `keep_views`, gradients are views of the buckets after a step. With `lazy`,
+    memory is allocated when a bucket is launched and released at the end of the step."""
 
     def __init__(self, parameters: Sequence[Tensor], layout: BucketLayout, *, keep_views: bool, lazy: bool) -> None:
         self.layout = layout
@@ -54,11 +51,9 @@ class BucketBuffers:
     def fill(
         self, bucket: int, gradients: Sequence[Tensor | None], group: Group, *, last: bool, unused: Collection[int]
     ) -> GradBucket:
-        """Bring gradients into a bucket. Returns what a hook sees of it; of a sparse one, the gradient itself is the buffer.
-
-        With `keep_views` each `.grad` becomes the view now, so that the gradient's own memory is free while backward goes on. Those
-        of `unused` parameters stay as they are.
-        """
+        """Bring gradients into a bucket. Returns what a hook sees of it; of a sparse one, the gradient itself is the buffer. With
+        `keep_views` each `.grad` becomes the view now, so that the gradient's own memory is free while backward goes on. Those of
+        `unused` parameters stay as they are."""
         storage, parameters = self.storages[bucket], self.parameters[bucket]
         if self.lazy:
             storage.allocate(group)

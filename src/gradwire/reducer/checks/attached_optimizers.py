@@ -2,14 +2,12 @@
 
 Note [Steps that the device skips]
 torch's fused optimizers take a flag on the device, `found_inf`, and change nothing if it is 1: `torch.amp.GradScaler` sets it. So
-the host need not know whether a step is to be skipped when it enqueues it. With a GradScaler, the step is skipped if either
-flag is 1.
+the host need not know whether a step is to be skipped when it enqueues it. With a GradScaler, either flag skips the step.
 
 The flag is for the next step of each attached optimizer. Other steps before the next backward may use the same gradients: a second
 one of the same optimizer, or one of an optimizer that is not attached. There the host waits for the flag, and sets bad gradients to
-None, unless they are finite because they come from a later backward. It also waits for an optimizer that is not fused any more,
-and for fused SGD that has yet to allocate momentum. A step that is captured in a CUDA graph is left alone: hooks do not run when it
-is replayed.
+None, unless they are finite because they come from a later backward. It also waits for an optimizer that is not fused any more, and
+for fused SGD that has yet to allocate momentum. A step in a CUDA graph is left alone: hooks do not run when it is replayed.
 """
 
 from __future__ import annotations
@@ -61,10 +59,8 @@ class AttachedOptimizers:
     def attach(
         self, optimizers: Sequence[Optimizer], parameters: Iterable[Tensor], stepped: Callable[[], object]
     ) -> None:
-        """Call `stepped` after each step of the optimizer; of several, once all have made one.
-
-        Optimizers that were attached before are detached: their steps would count twice.
-        """
+        """Call `stepped` after each step of the optimizer; of several, once all have made one. Optimizers that were attached before
+        are detached: their steps would count twice."""
         ours = {id(p): p for p in parameters}
         for optimizer in optimizers:
             name = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else repr(optimizer)
@@ -119,10 +115,8 @@ class AttachedOptimizers:
             weakref.finalize(self, self._others.remove)
 
     def _drop_bad_gradients(self, parameters: Iterable[Tensor], *, again: bool = False) -> None:
-        """If the flag is 1, set the gradients of these parameters to None. Waits for the device.
-
-        Unless they may come from a later backward, as all optimizers have stepped or this one steps `again`, and all are finite.
-        """
+        """If the flag is 1, set the gradients of these parameters to None, unless they may come from a later backward, as all
+        optimizers have stepped or this one steps `again`, and all are finite. Waits for the device."""
         if self.skip_if is None or _is_captured(self.skip_if) or not bool(self.skip_if):
             return
         gradients = (p.grad for p in self._parameters.values() if p.grad is not None)

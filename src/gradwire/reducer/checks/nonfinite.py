@@ -10,8 +10,7 @@ such a bucket is examined before its reduction too.
 Any other hook may hide a NaN, or give each rank another result. Then ranks check gradients as well, and exchange 8 bytes in every
 step, since a rank that decided alone would leave the others waiting.
 
-Nothing waits for a CUDA device until all reductions have been enqueued. Where the device can act on the result alone, nothing
-waits at all: see Note [Late results] in `late.py`.
+Nothing waits for CUDA until all reductions are enqueued, or at all where it can act alone: Note [Late results] in `late.py`.
 """
 
 from __future__ import annotations
@@ -203,10 +202,8 @@ class NonFiniteChecked:
 
 
 class NonFiniteWatch:
-    """Writes the first gradient of this rank that is not finite to the flight recorder, for the report of the run.
-
-    For models on the CPU without a policy: elsewhere the host would have to wait. It costs a sum over each bucket.
-    """
+    """Writes the first gradient of this rank that is not finite to the flight recorder, for the report of the run. For models on
+    the CPU without a policy: elsewhere the host would have to wait. It costs a sum over each bucket."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names

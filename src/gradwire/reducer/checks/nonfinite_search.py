@@ -136,10 +136,8 @@ class StepCheck:
         return found + (self._search.in_grads(self.kept, self._hook) if kept else [])
 
     def release(self) -> Tensor:
-        """Replace all gradients by numbers on the device, for a late report. Does not wait for it.
-
-        Returns a flag on the device: 1 if an average is not finite, else 0.
-        """
+        """Replace all gradients by numbers on the device, for a late report. Does not wait for it. Returns a flag on the device: 1
+        if an average is not finite, else 0."""
         self._before += self._search.in_grads_later(self.kept, self._hook)
         norms = max_norms([result for _, result in self._averages])
         self._norms = [(spec, norm) for (spec, _), norm in zip(self._averages, norms, strict=True)]
@@ -147,10 +145,8 @@ class StepCheck:
         return _stack(norms).lt(math.inf).all().logical_not().float()
 
     def released(self) -> tuple[list[Found], list[Found]]:
-        """What was not finite in gradients, and in averages, of a step that was released. Waits for the device.
-
-        Of a bucket whose average is not finite, the parameter with the largest gradient is named.
-        """
+        """What was not finite in gradients, and in averages, of a step that was released. Waits for the device. Of a bucket whose
+        average is not finite, the parameter with the largest gradient is named."""
         numbers = [number for look in self._before for number in look.numbers]
         largest = dict(zip(numbers, read([norm for look in self._before for norm in look.norms]), strict=True))
         averages = []
@@ -202,10 +198,8 @@ def _gradients(bucket: GradBucket) -> tuple[list[str], list[Tensor]]:
 
 
 def in_order_of_backward(parts: Sequence[tuple[int, T]]) -> Iterable[tuple[int, T]]:
-    """Parts of a bucket, with the numbers of their parameters, in the order in which gradients arrive.
-
-    That is how they lie in a bucket, except in the first step, where they are in the model's order: there the last ones come first.
-    """
+    """Parts of a bucket, with the numbers of their parameters, in the order in which gradients arrive. That is how they lie in a
+    bucket, except in the first step, where they are in the model's order: there the last ones come first."""
     numbers = [number for number, _ in parts]
     return reversed(parts) if numbers == sorted(numbers) else parts
 

@@ -151,11 +151,8 @@ class Driver:
         return side
 
     def drain(self, timeout: float) -> None:
-        """Wait until no reduction is at work on the lane.
-
-        After a failure the group is first drained, then recovered: a reduction left over from the failed step would
-        otherwise submit its next collective to the recovered group, where no rank expects it.
-        """
+        """Wait until no reduction is at work on the lane. After a failure the group is first drained, then recovered: a reduction
+        left over from the failed step would submit its next collective to the recovered group, where no rank expects it."""
         if not self._lane.idle:
             done = threading.Event()
             self._lane.put(done.set)

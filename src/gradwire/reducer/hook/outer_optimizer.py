@@ -231,10 +231,8 @@ class OuterOptimizer:
 def cut(
     named: Sequence[tuple[str, Tensor]], fragments: int, *, limit: int = PIECE
 ) -> list[tuple[int, BucketSpec, list[Tensor]]]:
-    """The parameters in pieces: (fragment, spec, parameters). Whole parameters, in their order, about as many bytes in each.
-
-    A tensor is in the fragment in which its middle lies, so one large parameter makes its fragment larger than the others.
-    """
+    """The parameters in pieces: (fragment, spec, parameters). Whole parameters, in their order, about as many bytes in each. A
+    tensor is in the fragment in which its middle lies, so one large parameter makes its fragment larger than the others."""
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
     for name, parameter in named:
         kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))

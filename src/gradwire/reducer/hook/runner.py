@@ -185,10 +185,8 @@ class HookRunner:
     def load_state_dict(
         self, saved: Mapping[str, Any], *, device: torch.device, specs: Sequence[BucketSpec] | None = None
     ) -> None:
-        """Restore a saved state. Every rank calls it; if one cannot load, or is at another step, none does.
-
-        `specs` are the buckets to come, where they are known.
-        """
+        """Restore a saved state. Every rank calls it; if one cannot load, or is at another step, none does. `specs` are the buckets
+        to come, where they are known."""
 
         def build(states: HookStates) -> tuple[HookStates, OuterOptimizer | None]:
             if not isinstance(self.hook, OuterHook):

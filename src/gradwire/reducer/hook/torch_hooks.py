@@ -106,10 +106,8 @@ class TorchHookRun:
         return self._check(value)
 
     def _raise_failure_of_work(self, error: Exception | None) -> None:
-        """Raise what an operation that the hook began on the group failed with: then() has wrapped it beyond recognition.
-
-        One whose time is up fails now, with the ranks that it waits for.
-        """
+        """Raise what an operation that the hook began on the group failed with: then() has wrapped it beyond recognition. One whose
+        time is up fails now, with the ranks that it waits for."""
         for work in self._works:
             if time.perf_counter() >= work.deadline:
                 work.ledger.expire(work)

@@ -9,9 +9,8 @@ A gradient that a compiled backward has just computed may be reduced at once if 
 - what has been accumulated in `.grad` before, under no_sync, is not a view of the bucket, where the gradient would be added again.
 Every other gradient takes the usual way. So do all of them in the first step, which shows that there is compiled code.
 
-At the end of backward each gradient has been accumulated too. It must then be the tensor that was reported, or equal to it; if it
-was added to an earlier one, that must have been written to once. A second backward, or a re-entrant checkpoint, which cannot be
-seen before, could have added to it.
+At the end of backward each gradient has been accumulated too. It must then be the tensor that was reported, or equal to it, or, if
+added to an earlier one, written to once. A second backward, or a re-entrant checkpoint, not to be foreseen, could have added to it.
 """
 
 from __future__ import annotations

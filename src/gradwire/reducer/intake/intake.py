@@ -68,9 +68,7 @@ class GradientIntake:
 
     def prepare(self, *, all_call: bool, unused: Collection[int], may_take_early: bool) -> None:
         """Before the backward of a step. `all_call`: every gradient is to call. `unused` parameters will not arrive.
-
-        `may_take_early`: gradients that compiled code reports may be reduced before they are accumulated.
-        """
+        `may_take_early`: gradients that compiled code reports may be reduced before they are accumulated."""
         self.compiled.clear()
         self._may_take_early = may_take_early
         self._filled = {}
@@ -148,10 +146,8 @@ reducers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def awaited_gradients() -> list[dict[str, Any]]:
-    """Of each model that is in a step: the bucket that is to be launched next, and the parameters in it without a gradient.
-
-    Changes nothing; any thread may call it.
-    """
+    """Of each model that is in a step: the bucket that is to be launched next, and the parameters in it without a gradient. Changes
+    nothing; any thread may call it."""
     return [_facts(reducer) for reducer in list(reducers) if reducer.machine.state is not _RESTING]
 
 

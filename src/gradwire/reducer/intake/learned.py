@@ -13,10 +13,8 @@ from gradwire.reducer.buckets.layout import BucketLayout, ParameterSpec, by_size
 
 
 class BucketOrder:
-    """The order in which the gradients of one model arrive. Buckets are rebuilt in that order once, after the first step.
-
-    `limits` are the sizes of buckets in bytes; None: buckets are never rebuilt.
-    """
+    """The order in which the gradients of one model arrive. Buckets are rebuilt in that order once, after the first step. `limits`
+    are the sizes of buckets in bytes; None: buckets are never rebuilt."""
 
     def __init__(self, parameters: Sequence[ParameterSpec], limits: Sequence[int] | None) -> None:
         self.limits = limits
@@ -58,9 +56,7 @@ class BucketOrder:
 
     def rebuild(self, group: Group | None, device: torch.device) -> BucketLayout | None:
         """Buckets in the order in which rank 0's gradients arrived; None before it is known, and once `rebuilt`. A collective.
-
-        Without a group, in the order that was learned, which is then the same on all ranks.
-        """
+        Without a group, in the order that was learned, which is then the same on all ranks."""
         if self.rebuilt or self.limits is None or self._learned is None:
             return None
         order = torch.tensor(self._learned, dtype=torch.int64, device=device)
@@ -74,10 +70,8 @@ class BucketOrder:
 
 
 class UsedParameters:
-    """What this rank used in a step, and what no rank used: such gradients are left as they are.
-
-    Ranks exchange what they used at the end of every step (`track`), or once for a static graph.
-    """
+    """What this rank used in a step, and what no rank used: such gradients are left as they are. Ranks exchange what they used at
+    the end of every step (`track`), or once for a static graph."""
 
     def __init__(self, count: int, *, track: bool, device: torch.device) -> None:
         self.track = track

@@ -21,8 +21,7 @@ View = tuple[int, int]
 UNEVEN = "all_to_all_single of different lengths"
 
 SMALL, LARGE, ROUNDS = 8, 20_011, 3
-"""Elements of the tensors, and how often the large cases are repeated in a small world of processes: there, faults may depend on
-timing."""
+"""Elements of the tensors, and repetitions of the large cases in a small world of processes: there, faults may depend on timing."""
 
 
 def _ordinary(numel: int, rank: int) -> Tensor:

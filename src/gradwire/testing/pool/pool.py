@@ -1,9 +1,8 @@
 """`RankPool`: starts workers, reuses them, runs one call after another on them, and ends them.
 
 Note [The two ends of a job]
-A worker answers with a result or an error, and closes its group after a message that all ranks have answered (a rank that failed
-closes at once). So a rank that returns early does not look like one that left. Errors of closing, and leftovers, are sent in a
-second answer, `Ended`.
+A worker answers with a result or an error, and closes its group after a message that all ranks have answered (a failed rank closes
+at once). So a rank that returns early does not look like one that left. Errors of closing, and leftovers, are sent later (`Ended`).
 """
 
 from __future__ import annotations
