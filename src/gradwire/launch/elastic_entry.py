@@ -86,14 +86,8 @@ def elastic(
         with contextlib.closing(connect()) as records:
             last = records.last_view()
         groups.warm(starters if last is None else len(last.members) + 1, {p.dtype for p in model.parameters()})
-        if threading.current_thread() is threading.main_thread():
-            leave = functools.partial(_leave, run, os.getpid())
-            for number, handler in (
-                (signal.SIGTERM, leave),
-                (signal.SIGUSR1, signal.SIG_IGN),
-            ):  # SLURM sends it to all processes
-                if signal.getsignal(number) is signal.SIG_DFL:
-                    signal.signal(number, handler)
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, functools.partial(_leave, run, os.getpid()))
         if warm_up is not None:
             run.training.warm_up(warm_up)
         run.start(me, connect, groups, limits)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from gradwire.errors import UsageError
-from gradwire.launch.environment import MEMBER, RUN_DIRECTORY, SERVER, read_checks
+from gradwire.launch.environment import ELASTIC, MEMBER, RUN_DIRECTORY, SERVER, read_checks
 from gradwire.launch.world import World, find_world
 from gradwire.policies import set_default_checks
 from gradwire.runtime.rank_error import RankError, is_importing
@@ -54,6 +54,8 @@ def main() -> None:
     """Run the file, or with -m the module, that the arguments of this process name, after options of `python_command`."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # while modules were imported
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if ELASTIC in os.environ:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM may send it to all processes of a job
     words = sys.argv[1:]
     save = None
     if words[0] == ERRORS:

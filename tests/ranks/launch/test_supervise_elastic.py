@@ -60,6 +60,7 @@ def test_a_run_goes_on_when_ranks_and_the_hub_die_stop_and_leave(launch, tmp_pat
 
     def faults() -> None:
         first = wait_for_view(tmp_path, 0, 1, 2)
+        os.kill(first[0], signal.SIGUSR1)  # is ignored
         os.kill(first[1], signal.SIGKILL)
         wait_for_view(tmp_path, 0, 2, 3)  # the spare
         hub.process.kill()
