@@ -20,6 +20,7 @@ import pytest
 from benchmarks.faults import IN_A_CHANGE, IN_A_STEP
 from benchmarks.faults_run import CommitLine, FaultsRun, Launch, check, left_over
 from gradwire.elasticity.leases import LEASE
+from gradwire.elasticity.run_records import launcher_of
 from helpers.waiting import wait_for_exit, wait_until
 
 pytestmark = pytest.mark.acceptance
@@ -113,7 +114,7 @@ def test_sigterm_at_any_time_loses_nothing(tmp_path: Path, start: Launch) -> Non
     owed = sum(owed for *_, owed in ends)
     said = run.said()
     print(f"{len(steps)} steps, {sum(steps.values()):g} counted and {owed:g} owed, of {64 * len(steps)}")
-    assert said.count("has left") == 100
+    assert said.count("has left") == 100, said
     assert "0 ranks died" in said
     assert sum(steps.values()) + owed == 64 * len(steps)
     show("from SIGTERM to the end of the process", waits, 5.0)
@@ -150,10 +151,12 @@ FAULTS = 50
 
 
 def leave(run: FaultsRun, number: int) -> None:
-    """Let so many members leave. One that dies instead is replaced, and another one leaves."""
+    """Let so many members leave, those of other launchers first: with the last of its own a launcher ends. One that dies instead is
+    replaced, and another one leaves."""
+    first = launcher_of(run.commits[0].member)
     until = run.said().count("has left") + number
     while run.said().count("has left") < until:
-        pid = run.pids[run.members()[-1]]
+        pid = run.pids[max(run.members(), key=lambda member: (launcher_of(member) != first, member))]
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
         wait_for_exit(pid)

@@ -118,3 +118,14 @@ def wait_for(event: torch.cuda.Event | None, lost: Callable[[], bool], timeout: 
                 f"{what}: the device has not come to it in {timeout if drain is None else _DRAIN:.3g} s. {done}"
             )
         time.sleep(_PAUSE)
+
+
+def vote_of_hosts(group: Group, wants: list[int], facts: list[int], *, holds: bool) -> tuple[int, int, int, bool]:
+    """How many want others to join and to leave, how many do not hold the state yet, and whether all others have the same facts as
+    this member. A sum costs the least, and hashes that differ do not add up."""
+    votes = torch.tensor([*wants, int(not holds), *(fact * holds for fact in facts)], dtype=torch.int64, device="cpu")
+    group.all_reduce(votes, label="vote")
+    join, leave, behind, *totals = votes.tolist()
+    number = group.size - behind
+    agree = not any((total - number * fact) % 2**64 for total, fact in zip(totals, facts, strict=True))
+    return join, leave, behind, agree

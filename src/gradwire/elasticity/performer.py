@@ -2,10 +2,9 @@
 
 Note [Two threads]
 The thread that trains votes, commits, and applies views. Another one watches the hub, because the first may be computing, or wait
-in a collective or a meeting for a member that has died. It does one thing: it freezes the member, that is, it aborts the group and
-publishes the member's standing. The thread that trains finds that out at its next vote at the latest, and sooner if it waits. Both
-take every step of the machine under one lock; what a step instructs is done after it, in order. An abort comes before its
-publication on both: what one of them has frozen, the other may publish again, which changes nothing.
+for a member that has died. All it does is to freeze the member: it aborts the group and publishes the member's standing. The thread
+that trains finds that out at its next vote at the latest. Both take every step of the machine under one lock; what a step instructs
+is done after it, in order. An abort comes before its publication on both: what one has frozen, the other may publish again.
 """
 
 from __future__ import annotations
@@ -19,16 +18,9 @@ from collections.abc import Callable
 import torch
 
 from gradwire.elasticity import machine
-from gradwire.elasticity.device_vote import DeviceVote
+from gradwire.elasticity.device_vote import DeviceVote, vote_of_hosts
 from gradwire.elasticity.quorum import Limits, Quorum
-from gradwire.elasticity.run_errors import (
-    diverged,
-    nobody_has_the_state,
-    pause_after,
-    silent_members,
-    too_few,
-    warn_of_a_wait,
-)
+from gradwire.elasticity.run_errors import diverged, nobody_has_the_state, pause_after, silent_members, too_few, warn
 from gradwire.elasticity.run_records import RunRecords
 from gradwire.elasticity.training import Training
 from gradwire.errors import CollectiveMismatch, Evicted, GroupAborted, GroupError, HookError, TooFewMembers, UsageError
@@ -39,8 +31,9 @@ _CHANGE = "the members of the run change"
 _PAUSE, _WARN = 0.02, 5.0
 _LOOK = 0.5
 """Seconds for which one look at the hub waits for news."""
-_AWAY, _CLOSE = 6.0, 1.0
-"""Seconds for which a member waits for a hub that is away, when training ends or it is told to end; and when it has ended."""
+_AWAY, _CLOSE, _TOLD = 6.0, 1.0, 4.0
+"""Seconds for which a member waits for a hub that is away, when training ends or it is told to end, and when it has ended; and for
+others to join when it is told to end."""
 
 Build = Callable[[machine.View, str, RunRecords], Group]
 """Makes the group of a view, for the member of this id: all members call it at the same time."""
@@ -188,7 +181,7 @@ class Performer:
 
     def _change_members(self) -> None:
         published, version, failed, begun = -2, -1, 0, time.monotonic()
-        warned, deadline = begun + _WARN, begun + self._limits.patience
+        warned, deadline, told = begun + _WARN, begun + self._limits.patience, math.inf
         while self.member.phase is machine.MemberPhase.FROZEN:
             epoch, hub, facts, away = self.member.epoch, machine.HubState({}), None, False
             try:
@@ -212,12 +205,13 @@ class Performer:
             waits_for_joiners = not todo and not silent_members(self.member, hub)
             if waits_for_joiners and not away and self.frozen and time.monotonic() > warned:
                 warned = math.inf
-                warn_of_a_wait(self.member, deadline - time.monotonic())
-            late = time.monotonic() > deadline or (self.leaving and (waits_for_joiners or away))
+                warn(self.member, deadline - time.monotonic())
+            now = time.monotonic()
+            told = min(told, now if self.leaving else math.inf)
+            late = now > deadline or (self.leaving and (away or (waits_for_joiners and now > told + _TOLD)))
             if late and self.member.phase is machine.MemberPhase.FROZEN:
                 self._react(lambda member, hub=hub: member.give_up(hub))  # type: ignore[misc]
-                why = "until it was told to end" if self.leaving else f"for {self._limits.patience:.3g} s"
-                raise too_few(self.member, hub, why) from self._failure
+                raise too_few(self.member, hub, None if self.leaving else self._limits.patience) from self._failure
         return None
 
     def end(self) -> None:
@@ -333,7 +327,7 @@ class Performer:
         self.change_voted = False
         holds = self.member.holds
         try:
-            join, leave, behind, agree = _vote_of_hosts(group, self._wants, self._facts, holds=holds)
+            join, leave, behind, agree = vote_of_hosts(group, self._wants, self._facts, holds=holds)
             if holds and not agree:
                 raise diverged(self.member)
         except GroupError as error:
@@ -398,14 +392,3 @@ class Performer:
                 )
         elif self.member.view is not None:
             raise Evicted(f"{self.member.me}: {stop.why}. Start it again: it joins with the state of the others.")
-
-
-def _vote_of_hosts(group: Group, wants: list[int], facts: list[int], *, holds: bool) -> tuple[int, int, int, bool]:
-    """How many want others to join and to leave, how many do not hold the state yet, and whether all others have the same facts as
-    this member. A sum costs the least, and hashes that differ do not add up."""
-    votes = torch.tensor([*wants, int(not holds), *(fact * holds for fact in facts)], dtype=torch.int64, device="cpu")
-    group.all_reduce(votes, label="vote")
-    join, leave, behind, *totals = votes.tolist()
-    number = group.size - behind
-    agree = not any((total - number * fact) % 2**64 for total, fact in zip(totals, facts, strict=True))
-    return join, leave, behind, agree

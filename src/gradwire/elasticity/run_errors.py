@@ -20,8 +20,9 @@ def nobody_has_the_state(me: str, last: View) -> TooFewMembers:
     )
 
 
-def too_few(member: Member, hub: HubState, why: str) -> TooFewMembers:
-    """After a wait that has ended, `why`."""
+def too_few(member: Member, hub: HubState, seconds: float | None) -> TooFewMembers:
+    """After a wait of so many seconds, or that has ended since this process is to end."""
+    why = "until it was told to end" if seconds is None else f"for {seconds:.3g} s"
     silent = silent_members(member, hub)
     missing = f"waits for {', '.join(silent)}" if silent else f"fewer than {member.min_ranks} members are left"
     return TooFewMembers(
@@ -36,7 +37,7 @@ def silent_members(member: Member, hub: HubState) -> list[str]:
     return [one for one in member.view.members if one not in hub.standings and one not in hub.gone]
 
 
-def warn_of_a_wait(member: Member, seconds: float) -> None:
+def warn(member: Member, seconds: float) -> None:
     warn_user(
         f"{member.me}: fewer than {member.min_ranks} members are left after step {member.step}. Training waits for others to join, "
         f"for {seconds:.0f} s at most."
