@@ -150,17 +150,19 @@ FAULTS = 50
 """In each of four phases: 8, 3, 6, and again 8 members; before the last, there is one for a while."""
 
 
-def leave(run: FaultsRun, number: int) -> None:
-    """Let so many members leave, those of other launchers first: with the last of its own a launcher ends. One that dies instead is
-    replaced, and another one leaves."""
+def leave(run: FaultsRun, members: int, number: int) -> None:
+    """Let so many of the members leave, those of other launchers first: with the last of its own a launcher ends. One that dies
+    instead is replaced, and another one leaves. None leaves before all are there: it may be the only one that others have left."""
     first = launcher_of(run.commits[0].member)
-    until = run.said().count("has left") + number
-    while run.said().count("has left") < until:
-        pid = run.pids[max(run.members(), key=lambda member: (launcher_of(member) != first, member))]
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-        wait_for_exit(pid)
-        run.wait_for_steps(2)
+    for present in range(members, members - number, -1):
+        left = False
+        while not left:
+            run.wait_for_members(present, since=time.time())
+            member = max(run.members(), key=lambda one: (launcher_of(one) != first, one))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(run.pids[member], signal.SIGTERM)
+            run.wait(lambda one=member: f"({one}) " in run.said(), f"the end of {member}")  # type: ignore[misc]
+            left = f"({member}) has left" in run.said()
 
 
 def test_members_that_change_and_die_train_what_one_process_trains(tmp_path: Path, start: Launch) -> None:
@@ -169,10 +171,10 @@ def test_members_that_change_and_die_train_what_one_process_trains(tmp_path: Pat
     (tmp_path / "faults").mkdir()
     key = str(tmp_path / "key")
     with FaultsRun(tmp_path / "faults", {"exact": True, "rate": rate}, "--key-file", key, ranks=8, start=start) as run:
-        for number, change in enumerate([lambda: None, lambda: leave(run, 5), lambda: run.join(3, key)], 1):
+        for number, change in enumerate([lambda: None, lambda: leave(run, 8, 5), lambda: run.join(3, key)], 1):
             change()
             run.wait(lambda number=number: len(run.read("faults")) >= number * FAULTS, "faults", 400.0)  # type: ignore[misc]
-        leave(run, 5)
+        leave(run, 6, 5)
         run.wait_for_members(1)
         run.wait_for_steps(20)
         run.join(7, key)
