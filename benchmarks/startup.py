@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import subprocess
 import sys
 import tempfile
@@ -27,13 +28,15 @@ _SCRIPT = "import time\nimport torch, gradwire\nprint(time.monotonic(), flush=Tr
 def run(args: argparse.Namespace, console: Console) -> Result:
     """Measure."""
     machine, begin = describe(), f"gradwire run --nproc {args.ranks}"
-    options = ["-m", "gradwire", "run", "--no-record", "--nproc", str(args.ranks)]
+    options = ["-m", "gradwire", "run", "--nproc", str(args.ranks)]
     commands = {ALONE: [], begin: options, f"{begin} --no-preload": [*options, "--no-preload"]}
     apart: dict[str, list[float]] = {name: [] for name in commands}
 
     def start(name: str) -> None:
         command = [sys.executable, *commands[name], str(script)]
-        written = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=args.timeout).stdout
+        env = {**os.environ, "XDG_STATE_HOME": folder}  # where runs are kept
+        pipe = subprocess.PIPE
+        written = subprocess.run(command, env=env, stdout=pipe, text=True, check=True, timeout=args.timeout).stdout
         times = [float(line.split()[-1]) for line in written.splitlines()]
         apart[name].append(max(times) - min(times))
 

@@ -18,7 +18,9 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports `_HOME` lists
+from gradwire.runtime.lazy import lazy
+
+if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports what `_NAMES` lists
     from gradwire import (
         autograd as autograd,
         collectives as collectives,
@@ -95,10 +97,8 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` imports `_HOME
 __version__ = "0.1.0"
 
 # Lazy imports: the command `gradwire` and the launcher do not need torch, and training does not need the testing tools.
-_LAYERS = (
-    "autograd collectives errors events groups hooks integrations interop lab launch observe optim policies testing"
-)
 _NAMES = {
+    "": "autograd collectives errors events groups hooks integrations interop lab launch observe optim policies testing",
     "collectives": "Collective OpKind ReduceOp Signature",
     "errors": "ClosedError CollectiveMismatch CollectiveTimeout GradwireError GroupAborted GroupError HookError InternalError "
     "LayoutError NonFiniteGradient PeerLost ReplicasDiverged StepError UsageError",
@@ -109,18 +109,12 @@ _NAMES = {
     "launch": "elastic init",
     "parallel": "Balance DistributedDataParallel DivergenceCheck Replica broadcast_coalesced replicate",
 }
-_HOME = {layer: layer for layer in _LAYERS.split()}
-_HOME |= {name: home for home, names in _NAMES.items() for name in names.split()}
+_find, __dir__ = lazy(__name__, _NAMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = importlib.import_module(f"gradwire.{_HOME[name]}")
+    value = _find(name)
     _announce_backend()
-    if _HOME[name] == name:
-        return home
-    value = globals()[name] = getattr(home, name)
     return value
 
 
@@ -144,8 +138,4 @@ def _announce_backend() -> None:
 _announce_backend()
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
-__all__ = [*_HOME, "__version__"]
+__all__ = [*" ".join(_NAMES.values()).split(), "__version__"]

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from detection import hang_script
 from detection.hang_faults import FAULTS, SLOW, Trial, judge, seconds_late
 from gradwire.cli.arguments import at_least, positive
-from gradwire.observe.hangs.analysis import SOFT_DEADLINE
+from gradwire.observe.hangs import SOFT_DEADLINE
 from gradwire.observe.hangs.stacks import program
 from helpers.forked_python import ForkedPython
 

@@ -11,8 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gradwire.observe.rings.runs import find_run, start_time
-
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line. Those of argparse begin with the usage, and many options hide what is wrong."""
@@ -81,6 +79,8 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 def run_directory(given: str | None) -> Path:
     """The directory `given`, or that of the latest run; which one that is, is written to stderr."""
+    from gradwire.observe.rings.runs import find_run, start_time  # not every command needs it
+
     directory = find_run(given, os.environ)
     if given is None:
         began = start_time(directory)

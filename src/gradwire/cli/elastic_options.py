@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import secrets
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from gradwire.cli.arguments import at_least
-from gradwire.elasticity.hub import Address, HubClient
-from gradwire.elasticity.run_records import RunRecords
 from gradwire.errors import UsageError
 from gradwire.launch.chaos_schedule import ChaosSchedule, chaos_rates
-from gradwire.launch.environment import ELASTIC, HUB, HUB_KEY
-from gradwire.launch.hub_host import HubHost, host_and_port
-from gradwire.launch.supervise_elastic import ElasticPlan
 from gradwire.observe.units import plural
 from gradwire.runtime.private_file import read_private, write_private
+
+if TYPE_CHECKING:  # a run that is not elastic does without
+    from gradwire.launch.supervise_elastic import ElasticPlan
 
 T = TypeVar("T")
 _REACH = 30.0
@@ -53,17 +51,22 @@ def elastic_plan(args: argparse.Namespace, directory: Path) -> ElasticPlan | Non
     """How the members of the run may change, if they may. The records of a hub of its own are kept in `directory`."""
     if args.elastic is None and args.join is None:
         return None
+    from gradwire.elasticity.hub import HubClient
+    from gradwire.elasticity.run_records import RunRecords
+    from gradwire.launch.hub_host import HubHost, host_and_port
+    from gradwire.launch.supervise_elastic import ElasticPlan
+
     chaos = None if args.chaos is None else ChaosSchedule(args.chaos, args.chaos_seed)
     least, limits = (0, "") if args.elastic is None else (args.elastic[0], "{}:{}".format(*args.elastic))
     where = args.hub or args.join
     if where is None:
-        key = secrets.token_bytes(32) if args.key_file is None else read_key(args.key_file, make=True)
+        key = os.urandom(32) if args.key_file is None else read_key(args.key_file, make=True)
         path = directory / "hub.records"
         path.unlink(missing_ok=True)  # of an earlier run
         own = HubHost(path, key)
         return ElasticPlan(least, limits, own.address, key, own, args.spares, chaos=chaos)
     _wait(args.key_file.exists)
-    key, mine = read_key(args.key_file), limits and f"{limits} {secrets.token_hex(4)}"
+    key, mine = read_key(args.key_file), limits and f"{limits} {os.urandom(4).hex()}"
     hub = HubClient(where, key=key, timeout=_REACH)
     known = _wait(lambda: RunRecords(hub).begin(mine))
     hub.close()
@@ -89,21 +92,13 @@ def _wait(ready: Callable[[], T]) -> T:
     return found
 
 
-def elastic_variables(plan: ElasticPlan | None) -> Mapping[str, str]:
-    """What all ranks of the run have in their environment."""
-    return {} if plan is None else {HUB: host_and_port(plan.address), HUB_KEY: plan.key.hex(), ELASTIC: plan.limits}
-
-
 def check_elastic(args: argparse.Namespace, ranks: int) -> None:
     """Refuse options that do not go together."""
     chosen = {f"--{option.replace('_', '-')}" for option, value in vars(args).items() if value}
     elastic, keyed = chosen & {"--elastic", "--join"}, chosen & {"--hub", "--join"}
     stock = chosen & {"--verify-ddp", "--replace-ddp"}
     for found, advice in (
-        (
-            {"--join"} & chosen and {"--hub"} & chosen,
-            "not with --join, which names the hub. With --elastic, it begins a run if none has",
-        ),
+        ({"--join"} & chosen and {"--hub"} & chosen, "not with --join, which can begin a run, too. Omit it"),
         (elastic and stock, "torch's class is not elastic. Omit --elastic and --join"),
         (not elastic and chosen & _ELASTIC_ONLY, "it needs --elastic or --join. Add one of them"),
         ({"--chaos"} - chosen and chosen & {"--chaos-seed"}, "it needs --chaos. Add it"),
@@ -123,7 +118,7 @@ def read_key(path: Path, *, make: bool = False) -> bytes:
     """The key in a file that only this user can read; with `make`, it is made if it is not there."""
     try:
         if make and not path.exists():
-            write_private(path, secrets.token_hex(32).encode() + b"\n")
+            write_private(path, os.urandom(32).hex().encode() + b"\n")
         key = read_private(path).strip()
         if path.stat().st_mode & 0o077 or len(key) < _SHORTEST:
             raise UsageError(
@@ -135,7 +130,7 @@ def read_key(path: Path, *, make: bool = False) -> bytes:
     return key
 
 
-def address(text: str) -> Address:
+def address(text: str) -> tuple[str, int]:
     """HOST:PORT."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) >= 1 << 16:

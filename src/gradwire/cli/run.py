@@ -15,28 +15,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradwire.cli.arguments import Parser, at_least, positive
-from gradwire.cli.elastic_options import add_elastic, check_elastic, elastic_plan, elastic_variables
-from gradwire.cli.verify_ddp import verify_ddp
+from gradwire.cli.elastic_options import add_elastic, check_elastic, elastic_plan
 from gradwire.errors import UsageError
-from gradwire.launch.display import Picture, find_terminal
 from gradwire.launch.environment import CHECK_DIVERGENCE, HOOK, NONFINITE, RUN_DIRECTORY, LocalWorld, rank_environment
 from gradwire.launch.preload import ELASTIC_MODULES, PreloadedPython
 from gradwire.launch.preload_check import preloaded_modules, source_of, why_not_preload
 from gradwire.launch.run_script import python_command
 from gradwire.launch.store_host import LOOPBACK, StoreHost
-from gradwire.launch.supervise import LaunchSpec, Supervisor
-from gradwire.launch.supervise_elastic import ElasticSupervisor
 from gradwire.launch.world import Address
-from gradwire.observe.hangs.analysis import SOFT_DEADLINE
-from gradwire.observe.hangs.hang_watch import HangWatch
-from gradwire.observe.rings.run_follower import RunFollower
+from gradwire.observe.hangs import SOFT_DEADLINE
 from gradwire.observe.rings.runs import KEPT, clear_run, new_run, runs_directory
-from gradwire.observe.run_status import PLAIN_INTERVAL, RunMonitor
 from gradwire.runtime.private_file import create, name_of
+
+if TYPE_CHECKING:
+    from gradwire.launch.display import Picture
 
 _SEVERAL_HOSTS = (
     "gradwire run starts ranks on this machine only. For several hosts use torchrun, mpirun or srun: gw.init() works"
@@ -166,6 +163,8 @@ def _verify(args: argparse.Namespace, script: str, arguments: Sequence[str]) -> 
         starter = "gradwire.integrations.verified_script"
         return _launch(one, [script, *arguments], starter, {**seed, **variables}, observe=True)
 
+    from gradwire.cli.verify_ddp import verify_ddp
+
     return verify_ddp(launch, steps=args.verify_ddp, ranks=args.nproc)
 
 
@@ -181,33 +180,38 @@ def _launch(
     with ExitStack() as stack:
         private = create()
         stack.callback(os.close, private)
-        store = StoreHost()
-        stack.callback(store.close)
-        ranks = RunFollower(Path(recorded[RUN_DIRECTORY]), since=time.monotonic_ns()) if recorded else None
-        if ranks is not None:
-            stack.callback(ranks.close)
+        store = stack.enter_context(closing(StoreHost()))
         errors = recorded.get(RUN_DIRECTORY) or stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-"))
         options = python_command(starter, errors=errors, observe=observe and bool(recorded))
-        checks = {NONFINITE: args.nonfinite, CHECK_DIVERGENCE: args.check_divergence, HOOK: args.hook}
-        chosen = {name: str(value) for name, value in checks.items() if value is not None}
         plan = elastic_plan(args, Path(errors))
         if plan is not None and plan.hub is not None:
             stack.callback(plan.hub.close)
-        extra = {**recorded, **chosen, **variables, **elastic_variables(plan), **dict(args.env)}
-        base = {name: value for name, value in os.environ.items() if name != RUN_DIRECTORY}  # of a run around this one
         command = [sys.executable, *options, *(["-m"] if args.module else []), *words]
         world = LocalWorld(size, name_of(private), Address(LOOPBACK, store.port), cpus)
-        environments = [rank_environment(base, extra, rank, world) for rank in range(size + args.spares)]
-        for spare in environments[size:]:
-            spare.update(dict.fromkeys(("GRADWIRE_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(environments))))
+        variables = {**recorded, **variables, **({} if plan is None else plan.variables)}
+        environments = _environments(args, world, variables)
         source = _source(words[0], module=args.module)
         cold = "--no-preload" if args.no_preload else "" if source is None else why_not_preload(source)
         folder = os.getcwd() if args.module else os.path.dirname(os.path.realpath(words[0]))
         modules = preloaded_modules(source) if plan is None else ELASTIC_MODULES
+        preload = None if cold else PreloadedPython(command, environments, directory=folder, modules=modules)
+        if preload is not None:
+            stack.callback(preload.close)
+
+        # What the launcher needs from here on, it imports while the other process imports torch.
+        from gradwire.launch.supervise import LaunchSpec, Supervisor
+        from gradwire.launch.supervise_elastic import ElasticSupervisor
+        from gradwire.observe.hangs.hang_watch import HangWatch
+        from gradwire.observe.rings.run_follower import RunFollower
+        from gradwire.observe.run_status import RunMonitor
+
+        ranks = RunFollower(Path(recorded[RUN_DIRECTORY]), since=time.monotonic_ns()) if recorded else None
+        if ranks is not None:
+            stack.callback(ranks.close)
         spec = LaunchSpec(
             command,
             environments,
-            preload=None if cold else PreloadedPython(command, environments, directory=folder, modules=modules),
+            preload=preload,
             cold=cold,
             grace=args.timeout,
             prefix=not args.no_prefix,
@@ -220,6 +224,18 @@ def _launch(
             picture=picture,
         )
         return (Supervisor(spec) if plan is None else ElasticSupervisor(spec, plan)).supervise()
+
+
+def _environments(args: argparse.Namespace, world: LocalWorld, extra: Mapping[str, str]) -> list[dict[str, str]]:
+    """Of all ranks, and then of spares."""
+    checks = {NONFINITE: args.nonfinite, CHECK_DIVERGENCE: args.check_divergence, HOOK: args.hook}
+    chosen = {name: str(value) for name, value in checks.items() if value is not None}
+    base = {name: value for name, value in os.environ.items() if name != RUN_DIRECTORY}  # of a run around this one
+    extra = {**chosen, **extra, **dict(args.env)}
+    environments = [rank_environment(base, extra, rank, world) for rank in range(world.size + args.spares)]
+    for spare in environments[world.size :]:
+        spare.update(dict.fromkeys(("GRADWIRE_SIZE", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(environments))))
+    return environments
 
 
 def _source(script: str, *, module: bool) -> bytes | None:
@@ -236,6 +252,9 @@ def _view(args: argparse.Namespace) -> tuple[Picture | None, float | None]:
         raise UsageError("gradwire run --watch and --stats show what is recorded: omit --no-record.")
     if not args.watch:
         return None, args.stats
+    from gradwire.launch.display import find_terminal
+    from gradwire.observe.run_status import PLAIN_INTERVAL
+
     if find_terminal(os.environ) is None:
         return None, args.stats or PLAIN_INTERVAL
     from gradwire.cli.live_view import picture  # takes a while to import, and most runs do not need it

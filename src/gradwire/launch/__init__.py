@@ -6,21 +6,14 @@ launcher does not import torch: `elastic`, `init` and `leave`, which do, are imp
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gradwire.launch.world import Address, Launcher, World, find_world
+from gradwire.runtime.lazy import lazy
 
 if TYPE_CHECKING:
     from gradwire.launch.elastic_entry import elastic
     from gradwire.launch.entry import init, leave
 
 __all__ = ["Address", "Launcher", "World", "elastic", "find_world", "init", "leave"]
-
-
-def __getattr__(name: str) -> Any:
-    home = {"elastic": "elastic_entry", "init": "entry", "leave": "entry"}.get(name)
-    if home is not None:
-        value = globals()[name] = getattr(importlib.import_module(f"gradwire.launch.{home}"), name)
-        return value
-    raise AttributeError(f"module 'gradwire.launch' has no attribute {name!r}")
+__getattr__, __dir__ = lazy(__name__, {"elastic_entry": "elastic", "entry": "init leave"})

@@ -84,11 +84,13 @@ def _start(request: Mapping[str, Any], fds: list[int], control: socket.socket) -
 
 def _why_not_fork(imported: Iterable[str], directory: str) -> str:
     """Why a fork would differ from a process that imports the same by itself; empty if it would not."""
-    if not os.fork():  # before a fork OpenBLAS ends its threads, and it starts them again when they are needed
-        os._exit(0)
-    os.wait()
-    if (threads := len(os.listdir("/proc/self/task"))) > 1:
-        return f"importing it starts threads: {threads - 1}"
+    tasks = "/proc/self/task"
+    if len(os.listdir(tasks)) > 1:
+        if not os.fork():  # before it OpenBLAS ends its threads, and it starts them again when they are needed
+            os._exit(0)
+        os.wait()
+        if (threads := len(os.listdir(tasks))) > 1:
+            return f"importing it starts threads: {threads - 1}"
     if sys.gettrace() or sys.getprofile() or any(map(_monitor, range(6))):
         return "a debugger, a profiler or a coverage tool is active"
     for name in ("sitecustomize", "usercustomize"):

@@ -13,7 +13,7 @@ import secrets
 import selectors
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from gradwire.elasticity.machine import View
 from gradwire.elasticity.run_records import HubFacts, RunRecords
 from gradwire.errors import TooFewMembers, UsageError, UsageRuntimeError, UsageTypeError
 from gradwire.launch.chaos_schedule import FAULTS, ChaosSchedule
-from gradwire.launch.environment import MEMBER, STARTERS
+from gradwire.launch.environment import ELASTIC, HUB, HUB_KEY, MEMBER, STARTERS
 from gradwire.launch.hub_host import HubCalls, HubHost, host_and_port
 from gradwire.launch.process import RankProcess
 from gradwire.launch.replacement import Replacement, Verdict
@@ -63,6 +63,11 @@ class ElasticPlan:
     """How many of the environments, the last ones, are of spares."""
     chaos: ChaosSchedule | None = None
     """Faults to inject."""
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """What all ranks of the run have in their environment."""
+        return {HUB: host_and_port(self.address), HUB_KEY: self.key.hex(), ELASTIC: self.limits}
 
 
 class ElasticSupervisor(Supervisor):

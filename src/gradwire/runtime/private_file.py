@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
 import stat
 from pathlib import Path
 
@@ -109,7 +108,7 @@ def write_private(path: str | Path, data: bytes) -> None:
     try:
         if os.fstat(directory).st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, "the directory belongs to another user", folder)
-        new = f".{name}.{secrets.token_hex(8)}"
+        new = f".{name}.{os.urandom(8).hex()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(new, flags, 0o600, dir_fd=directory)
         with on_failure(os.unlink, new, dir_fd=directory):

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from gradwire.cli import main, run
-from gradwire.launch import store_host
+from gradwire.launch import display, store_host
 from gradwire.launch.run_script import python_command
+from gradwire.launch.supervise import Supervisor
 from helpers.waiting import wait_for_exit, wait_until
 
 COMMAND = [sys.executable, "-m", "gradwire", "run"]
@@ -62,7 +63,7 @@ def test_options_reach_the_ranks_and_arguments_the_script(script, capfd, tmp_pat
 @pytest.mark.parametrize("options", [["-n", "1"], ["-n", "1", "--"], ["--nproc=1", "--debug"]], ids=" ".join)
 def test_the_script_gets_the_arguments_that_python_would_pass(words, options, script, monkeypatch):
     started = []
-    monkeypatch.setattr(run.Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 0)
+    monkeypatch.setattr(Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 0)
     path = script("import sys; print(sys.argv)")
     assert main(["run", *options, path, *words]) == 0
     (plan,) = started
@@ -76,7 +77,7 @@ def test_the_script_gets_the_arguments_that_python_would_pass(words, options, sc
 )
 def test_when_hangs_are_reported(words, expected, script, monkeypatch, tmp_path):
     started = []
-    monkeypatch.setattr(run.Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 0)
+    monkeypatch.setattr(Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 0)
     assert main(["run", "-n", "1", "--run-dir", str(tmp_path / "run"), *words, script("")]) == 0
     assert started[0].watch.deadline == (float("inf") if expected is None else expected)
     assert (started[0].watch.next_look == float("inf")) == (expected is None)
@@ -85,7 +86,7 @@ def test_when_hangs_are_reported(words, expected, script, monkeypatch, tmp_path)
 @pytest.mark.parametrize(("options", "words"), [([], ["x.py", "1"]), (["-m"], ["x", "1"])])
 def test_a_script_that_is_observed(options, words, script, monkeypatch, tmp_path):
     started = []
-    monkeypatch.setattr(run.Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 0)
+    monkeypatch.setattr(Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").touch()
     assert main(["run", "-n", "1", "--observe", "--run-dir", str(tmp_path / "run"), *options, *words]) == 0
@@ -105,7 +106,7 @@ def test_a_module(script, capfd, tmp_path, monkeypatch):
 def test_by_default_there_is_a_rank_per_device_or_per_core(gpus, expected, script, monkeypatch):
     started = []
     monkeypatch.setattr(run, "count_gpus", lambda: gpus)
-    monkeypatch.setattr(run.Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 0)
+    monkeypatch.setattr(Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 0)
     assert main(["run", "--timeout", "2.5", script("")]) == 0
     (plan,) = started
     assert (len(plan.environments), plan.grace, plan.prefix, plan.log_dir) == (expected, 2.5, True, None)
@@ -125,8 +126,8 @@ def test_by_default_there_is_a_rank_per_device_or_per_core(gpus, expected, scrip
 def test_a_live_view_needs_a_terminal(options, terminal, has_picture, stats, script, monkeypatch, tmp_path):
     started = []
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(run, "find_terminal", lambda environ: terminal)
-    monkeypatch.setattr(run.Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 0)
+    monkeypatch.setattr(display, "find_terminal", lambda environ: terminal)
+    monkeypatch.setattr(Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 0)
     assert main(["run", "-n", "1", *options, script("")]) == 0
     assert (started[0].picture is not None, started[0].monitor._stats) == (has_picture, stats)
 
@@ -197,7 +198,7 @@ def test_a_wrong_option_is_named(argv, message, capsys):
 )
 def test_options_as_torchrun_spells_them(words, script, monkeypatch):
     started = []
-    monkeypatch.setattr(run.Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 0)
+    monkeypatch.setattr(Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 0)
     assert main(["run", *words, script(""), "--nproc-per-node", "7"]) == 0
     (plan,) = started
     assert len(plan.environments) == 2
@@ -211,7 +212,7 @@ def test_options_as_torchrun_spells_them(words, script, monkeypatch):
 def test_words_in_place_of_a_number(word, gpus, expected, script, monkeypatch, capsys):
     started = []
     monkeypatch.setattr(run, "count_gpus", lambda: gpus)
-    monkeypatch.setattr(run.Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 0)
+    monkeypatch.setattr(Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 0)
     code = main(["run", "--nproc-per-node", word, script("")])
     if expected is None:
         assert (code, started) == (2, [])

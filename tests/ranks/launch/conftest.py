@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.cli.elastic_options import elastic_variables
 from gradwire.launch import preload
 from gradwire.launch.run_script import python_command
 from gradwire.launch.supervise import LaunchSpec, Supervisor
@@ -42,7 +41,7 @@ def launch(tmp_path, capfdbinary, request):
         file.write_text(HEAD + textwrap.dedent(script))
         ranks = [str(rank) for rank in range(size)]
         path = f"{tmp_path / 'lib'}:{Path(__file__).parents[2]}"
-        shared = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, **elastic_variables(plan)}
+        shared = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path, **({} if plan is None else plan.variables)}
         environments = [{"RANK": rank, "GRADWIRE_RANK": rank, **shared} for rank in ranks]
         errors = Path(tempfile.mkdtemp(dir=tmp_path))
         command = [sys.executable, *python_command("gradwire.launch.run_script", errors=str(errors)), str(file)]

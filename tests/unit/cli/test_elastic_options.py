@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.cli import elastic_options, main, run
-from gradwire.cli.elastic_options import elastic_plan, elastic_variables, read_key
+from gradwire.cli.elastic_options import elastic_plan, read_key
 from gradwire.elasticity.hub import Hub
 from gradwire.errors import UsageError
 from gradwire.launch.chaos_schedule import ChaosSchedule
@@ -64,7 +64,7 @@ def test_a_run_begins_once_at_a_hub_and_others_join_it(tmp_path: Path, monkeypat
         elastic_plan(begins, tmp_path)
     plan = elastic_plan(joins, tmp_path)
     assert (plan.limits, plan.min_ranks, plan.spares) == ("2:8", 0, 1)
-    assert elastic_variables(plan)["GRADWIRE_HUB_KEY"] == key.hex()
+    assert plan.variables["GRADWIRE_HUB_KEY"] == key.hex()
     hub.close()
     (tmp_path / "key").chmod(0o644)
     with pytest.raises(UsageError, match="others can read it"):

@@ -17,14 +17,12 @@ from torch import nn
 import gradwire as gw
 from gradwire import observe
 from gradwire.errors import UsageError
-from gradwire.observe import export as package_function
+from gradwire.observe import export as package_function, exporter as module
 from gradwire.observe.stragglers.steps import Phase, StepTimes
 from gradwire.recorder.source import EventSource
 from gradwire.testing import run_ranks
 from helpers.made_rings import step_records
 from helpers.waiting import wait_until
-
-module = sys.modules["gradwire.observe.export"]
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from itertools import takewhile
 from operator import itemgetter
 from typing import Any
 
+from gradwire.observe.hangs import SOFT_DEADLINE
 from gradwire.observe.hangs.gradient_questions import Awaited
 from gradwire.observe.hangs.stacks import Frame, Stack, of_script, user_frames, user_line
 from gradwire.observe.rings.rank_progress import RankProgress
@@ -23,7 +24,6 @@ from gradwire.observe.stragglers.steps import Phase
 from gradwire.recorder.format import EPOCH_SHIFT
 from gradwire.runtime.host import ProcessState
 
-SOFT_DEADLINE = 5.0
 TIMES_USUAL = 10
 _OF_ANY_SIZE = frozenset({"gather", "scatter", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"})
 """Collectives whose tensors may have other sizes on other ranks."""

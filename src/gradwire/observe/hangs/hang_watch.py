@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradwire.observe.hangs import analysis
+from gradwire.observe.hangs import SOFT_DEADLINE, analysis
 from gradwire.observe.hangs.hang_report import as_dict, report_lines, standing
 from gradwire.observe.hangs.stacks import Stack, user_line
 from gradwire.observe.rings.rank_progress import RankProgress
@@ -68,7 +68,7 @@ class _Report:
 class HangWatch:
     """Reports hangs of the ranks of `run` that are on this host: collectives that have taken longer than `deadline` seconds."""
 
-    def __init__(self, run: RunFollower, *, deadline: float = analysis.SOFT_DEADLINE) -> None:
+    def __init__(self, run: RunFollower, *, deadline: float = SOFT_DEADLINE) -> None:
         self.run = run
         self.deadline = deadline
         """Seconds after which a wait is reported."""
@@ -244,7 +244,7 @@ def report_for_error(directory: Path) -> list[str]:
         return report_lines(waiting, suspects, frames=_FRAMES_FOR_ERROR)
 
 
-def idle_seconds(ranks: Sequence[RankProgress], now: int, *, deadline: float = analysis.SOFT_DEADLINE) -> float | None:
+def idle_seconds(ranks: Sequence[RankProgress], now: int, *, deadline: float = SOFT_DEADLINE) -> float | None:
     """For how long no rank has made progress, if that is longer than `deadline` and ten times as long as a step. None where
     groups of gradwire are recorded, whose collectives show more, and before the first step."""
     if len(ranks) < 2 or any((rank.groups or not rank.forwards) and not rank.member for rank in ranks):
