@@ -99,9 +99,10 @@ class FaultsRun:
         """Let so many more ranks join, of a launcher of their own. The key is in this file."""
         self._launch(ranks, "--join", _HUB.findall(self.said())[0][0], "--key-file", key)
 
-    def said(self) -> str:
-        """What the launchers have written."""
-        return "\n".join((self.folder / f"screen{number}").read_text() for number in range(len(self._launchers)))
+    def said(self, lines: int = 0) -> str:
+        """What the launchers have written, or the last lines of each."""
+        screens = (self.folder / f"screen{number}" for number in range(len(self._launchers)))
+        return "\n".join("\n".join(screen.read_text().splitlines()[-lines:]) for screen in screens)
 
     def __enter__(self) -> FaultsRun:
         return self
@@ -149,9 +150,10 @@ class FaultsRun:
         deadline = time.monotonic() + limit
         while not (value := condition()):
             if self.launcher.poll() is not None or time.monotonic() > deadline:
-                last = "\n".join(self.said().splitlines()[-20:])
                 ended = "hangs" if self.launcher.poll() is None else "has ended"
-                raise GroupError(f"training under faults: it {ended}; {what} was expected. Its output:\n{last}")
+                raise GroupError(
+                    f"training under faults: it {ended}; {what} was expected. Its output:\n{self.said(20)}"
+                )
             time.sleep(_LOOK)
         return value
 

@@ -4,7 +4,6 @@ import json
 import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from gradwire.hooks.named import NAMED_HOOKS
 from gradwire.integrations.verified_script import _digest
 from gradwire.launch.environment import VERIFY
 from gradwire.launch.run_script import python_command
+from gradwire.launch.supervise import Supervisor
 from gradwire.observe.step_digests import first_difference, read_digests
 from gradwire.recorder.format import RecordKind
 from helpers.warm_python import GRADWIRE_RUN, WarmPython
@@ -173,7 +173,7 @@ def test_the_command_of_a_rank_which_is_recorded_as_any_other(
     options: Any, words: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(run, "Supervisor", lambda plan: SimpleNamespace(supervise=lambda: started.append(plan) or 0))
+    monkeypatch.setattr(Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").touch()
     common = ["run", "-n", "1", "--replace-ddp"]
@@ -188,7 +188,7 @@ def test_the_hook_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caps
     """Its name is in the environment of the ranks; names are those of hooks that need no optimizer."""
     assert sorted(run.HOOKS) == sorted(name for name, hook in NAMED_HOOKS.items() if not hook.needs_optimizer)
     started: list[Any] = []
-    monkeypatch.setattr(run, "Supervisor", lambda plan: SimpleNamespace(supervise=lambda: started.append(plan) or 0))
+    monkeypatch.setattr(Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 0)
     (tmp_path / "x.py").touch()
     script = str(tmp_path / "x.py")
     assert main(["run", "-n", "1", "--no-record", "--replace-ddp", "--hook", "quantize8", script]) == 0
@@ -359,7 +359,7 @@ def test_how_a_script_that_is_verified_is_started(
 ) -> None:
     """Each in directories of its own, with a hash seed unless there is one; a hook is refused."""
     started: list[Any] = []
-    monkeypatch.setattr(run, "Supervisor", lambda plan: SimpleNamespace(supervise=lambda: started.append(plan) or 9))
+    monkeypatch.setattr(Supervisor, "supervise", lambda supervisor: started.append(supervisor._run) or 9)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     script = tmp_path / "x.py"
     script.touch()
