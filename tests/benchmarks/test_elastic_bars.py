@@ -170,7 +170,8 @@ def test_members_that_change_and_die_train_what_one_process_trains(tmp_path: Pat
     rate = {**{place: 5 * rate for place, rate in IN_A_STEP.items()}, **IN_A_CHANGE}
     (tmp_path / "faults").mkdir()
     key = str(tmp_path / "key")
-    with FaultsRun(tmp_path / "faults", {"exact": True, "rate": rate}, "--key-file", key, ranks=8, start=start) as run:
+    options = {"exact": True, "rate": rate, "least": 2}  # one other may be leaving
+    with FaultsRun(tmp_path / "faults", options, "--key-file", key, ranks=8, start=start) as run:
         for number, change in enumerate([lambda: None, lambda: leave(run, 8, 5), lambda: run.join(3, key)], 1):
             change()
             run.wait(lambda number=number: len(run.read("faults")) >= number * FAULTS, "faults", 400.0)  # type: ignore[misc]

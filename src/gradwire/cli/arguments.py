@@ -52,24 +52,23 @@ def add_debug(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=DEBUG)
 
 
-def at_least(least: int, *, otherwise: str = "") -> Callable[[str], int]:
-    """An integer of `least` or more; `otherwise` ends the error message."""
+def number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
+    """An `int` or a `float` that is accepted; `wanted` ends the error message."""
 
-    def parse(text: str) -> int:
+    def parse(text: str) -> Any:
         with suppress(ValueError):
-            if (value := int(text)) >= least:
+            if accepts(value := kind(text)):
                 return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more{otherwise}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
 
     return parse
 
 
-def positive(text: str) -> float:
-    """A number greater than 0."""
-    with suppress(ValueError):
-        if 0 < (value := float(text)) < math.inf:
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number greater than 0")
+def at_least(least: int, *, otherwise: str = "") -> Callable[[str], int]:
+    return number(int, lambda value: value >= least, f"a whole number of {least} or more{otherwise}")
+
+
+positive = number(float, lambda value: 0 < value < math.inf, "a number greater than 0")
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

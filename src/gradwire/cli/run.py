@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradwire.cli.arguments import Parser, at_least, positive
+from gradwire.cli.arguments import Parser, at_least, number, positive
 from gradwire.cli.elastic_options import add_elastic, check_elastic, elastic_plan
 from gradwire.errors import UsageError
 from gradwire.launch.environment import CHECK_DIVERGENCE, HOOK, NONFINITE, RUN_DIRECTORY, LocalWorld, rank_environment
@@ -240,10 +240,9 @@ def _environments(args: argparse.Namespace, world: LocalWorld, extra: Mapping[st
 
 def _source(script: str, *, module: bool) -> bytes | None:
     """Of the script; None for an installed module."""
-    try:
+    with suppress(OSError):
         return source_of(script, module=module).read_bytes()
-    except OSError:
-        return None
+    return None
 
 
 def _view(args: argparse.Namespace) -> tuple[Picture | None, float | None]:
@@ -325,8 +324,4 @@ def _hang_after(text: str) -> float:
     return (0.0 if text == "never" else _seconds(text)) or math.inf
 
 
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= (value := float(text)) < math.inf:
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
+_seconds = number(float, lambda value: 0 <= value < math.inf, "a number of seconds, 0 or more")

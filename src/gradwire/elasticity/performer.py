@@ -368,8 +368,15 @@ class Performer:
         self._react(machine.Member.received)
         self.lost()
 
+    @property
+    def ended(self) -> bool:
+        """Whether the others have ended training."""
+        with contextlib.suppress(GroupError):
+            return self._records.facts(self.member.me).ended
+        return False
+
     def come_too_late(self) -> None:
-        """Training has ended before this member had the state."""
+        """Training has ended before this member had the state, or has computed with it."""
         self.left = "training has ended"
         with self._lock:
             self.member = self.member._replace(phase=machine.MemberPhase.OUT, holds=False)

@@ -167,9 +167,9 @@ class ElasticRun(RunSteps):
         if self.left:
             return
         self.finished = True
+        self._performer.end()  # first: a member that has come with the last step asks for it
         with contextlib.suppress(GroupError):
             self.group.submit(barrier(label="the end of training").within(_END)).wait()
-        self._performer.end()
 
     def commit(self) -> bool:
         """Vote on the step, and step the optimizer; False if it is to be computed again. See `ElasticStep.commit`."""

@@ -177,6 +177,23 @@ def test_a_process_that_comes_when_training_has_ended_does_nothing(tmp_path: Pat
     assert world.runs["late"].committed == 0
 
 
+def test_a_process_that_joins_when_the_others_end_the_loop_has_come_too_late(tmp_path: Path) -> None:
+    """It cannot know: they break out of the loop, in the view in which it has computed nothing."""
+
+    class Ends(Threads):
+        def pace(self, run: ElasticRun, step: int) -> object:
+            return "joiner" in run.view.members and run is not self.runs["joiner"]
+
+    world = Ends(tmp_path, fault=at("forward", "a", 3, lambda world: world.start("joiner")))
+    for me in "ab":
+        world.start(me, 2)
+    world.join()
+    assert not world.errors
+    assert world.runs["joiner"].left
+    assert world.committed["joiner"] == []
+    assert world.results.keys() == {"a", "b"}
+
+
 @pytest.mark.usefixtures("_sigterm")
 @pytest.mark.parametrize("how", ["patience ends", "it is told to end", "all leave", "no hub"])
 def test_too_few_members_raise_and_save_the_state(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
