@@ -109,13 +109,6 @@ _NAMES = {
     "launch": "elastic init",
     "parallel": "Balance DistributedDataParallel DivergenceCheck Replica broadcast_coalesced replicate",
 }
-_find, __dir__ = lazy(__name__, _NAMES)
-
-
-def __getattr__(name: str) -> Any:
-    value = _find(name)
-    _announce_backend()
-    return value
 
 
 def _announce_backend() -> None:
@@ -130,12 +123,10 @@ def _announce_backend() -> None:
     def create(options: Any, backend_options: Any) -> Any:
         return importlib.import_module("gradwire.interop.backend").creator_of("gradwire")(options, backend_options)
 
-    recorded: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())  # see register_backend
-    recorded.add("gradwire")
+    getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set[str]()).add("gradwire")  # see register_backend
     dist.Backend.register_backend("gradwire", create, extended_api=True, devices=["cpu", "cuda"])
 
 
 _announce_backend()
-
-
+lazy(__name__, _NAMES, then=_announce_backend)
 __all__ = [*" ".join(_NAMES.values()).split(), "__version__"]

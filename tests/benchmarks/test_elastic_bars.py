@@ -179,6 +179,7 @@ def test_members_that_change_and_die_train_what_one_process_trains(tmp_path: Pat
         run.wait_for_members(1)
         run.wait_for_steps(20)
         run.join(7, key)
+        run.wait_for_members(8)
         run.wait(lambda: len(run.read("faults")) >= 4 * FAULTS, "faults", 400.0)
         assert run.end() == 0, run.said()
     assert not left_over(tmp_path / "faults")

@@ -17,7 +17,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 CODE_LINES = 36_710
 PHYSICAL_LINES = 52_910
 SHARE_OF_TEXT = 0.28
-TEST_LINES = 57_360
+TEST_LINES = 57_440
 
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,

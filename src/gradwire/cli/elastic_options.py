@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from gradwire.cli.arguments import at_least
 from gradwire.errors import UsageError
@@ -19,7 +19,6 @@ from gradwire.runtime.private_file import read_private, write_private
 if TYPE_CHECKING:  # a run that is not elastic does without
     from gradwire.launch.supervise_elastic import ElasticPlan
 
-T = TypeVar("T")
 _REACH = 30.0
 """Seconds in which a hub that should be there must answer, with a run if one is joined."""
 _PAUSE = 0.2
@@ -77,14 +76,13 @@ def elastic_plan(args: argparse.Namespace, directory: Path) -> ElasticPlan | Non
         )
     if not known:
         raise UsageError(
-            f"gradwire run --join {host_and_port(where)}: no run has begun at this hub. Begin one with --hub."
+            f"gradwire run --join {host_and_port(where)}: no run has begun at this hub. Add --elastic MIN:MAX to begin one."
         )
-    return ElasticPlan(
-        least if known == mine else 0, known.partition(" ")[0], where, key, spares=args.spares, chaos=chaos
-    )
+    least, limits, begins = least if known == mine else 0, known.partition(" ")[0], bool(limits)
+    return ElasticPlan(least, limits, where, key, spares=args.spares, chaos=chaos, begins=begins)
 
 
-def _wait(ready: Callable[[], T]) -> T:
+def _wait(ready: Callable[[], Any]) -> Any:
     """For what may still have to be started, on another host."""
     until = time.monotonic() + _REACH
     while not (found := ready()) and time.monotonic() < until:

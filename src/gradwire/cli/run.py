@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gradwire.cli.arguments import Parser, at_least, number, positive
 from gradwire.cli.elastic_options import add_elastic, check_elastic, elastic_plan
@@ -25,15 +26,13 @@ from gradwire.errors import UsageError
 from gradwire.launch.environment import CHECK_DIVERGENCE, HOOK, NONFINITE, RUN_DIRECTORY, LocalWorld, rank_environment
 from gradwire.launch.preload import ELASTIC_MODULES, PreloadedPython
 from gradwire.launch.preload_check import preloaded_modules, source_of, why_not_preload
+from gradwire.launch.process import FORWARDED
 from gradwire.launch.run_script import python_command
 from gradwire.launch.store_host import LOOPBACK, StoreHost
 from gradwire.launch.world import Address
 from gradwire.observe.hangs import SOFT_DEADLINE
 from gradwire.observe.rings.runs import KEPT, clear_run, new_run, runs_directory
 from gradwire.runtime.private_file import create, name_of
-
-if TYPE_CHECKING:
-    from gradwire.launch.display import Picture
 
 _SEVERAL_HOSTS = (
     "gradwire run starts ranks on this machine only. For several hosts use torchrun, mpirun or srun: gw.init() works"
@@ -197,6 +196,7 @@ def _launch(
         preload = None if cold else PreloadedPython(command, environments, directory=folder, modules=modules)
         if preload is not None:
             stack.callback(preload.close)
+        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED))
 
         # What the launcher needs from here on, it imports while the other process imports torch.
         from gradwire.launch.supervise import LaunchSpec, Supervisor
@@ -245,7 +245,7 @@ def _source(script: str, *, module: bool) -> bytes | None:
     return None
 
 
-def _view(args: argparse.Namespace) -> tuple[Picture | None, float | None]:
+def _view(args: argparse.Namespace) -> tuple[Any, float | None]:
     """The live view, if it was asked for and there is a terminal for it, and the interval of lines of figures."""
     if args.no_record and (args.watch or args.stats is not None):
         raise UsageError("gradwire run --watch and --stats show what is recorded: omit --no-record.")

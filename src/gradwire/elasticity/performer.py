@@ -195,7 +195,8 @@ class Performer:
                 away, self._failure = True, error
                 time.sleep(_PAUSE)
             if facts is not None and facts.ended:
-                return self.come_too_late()
+                self.come_too_late()
+                break
             if facts is not None and facts.lost is not None:
                 raise nobody_has_the_state(self.member.me, facts.lost)
             todo = self._react(lambda member, hub=hub: member.look(hub))  # type: ignore[misc]
@@ -203,7 +204,7 @@ class Performer:
                 failed += 1
                 pause_after(failed, self.member.me, self._failure, self._limits.patience)
             waits_for_joiners = not todo and not silent_members(self.member, hub)
-            if waits_for_joiners and not away and self.frozen and time.monotonic() > warned:
+            if waits_for_joiners and not (away or self.leaving) and self.frozen and time.monotonic() > warned:
                 warned = math.inf
                 warn(self.member, deadline - time.monotonic())
             now = time.monotonic()
@@ -212,7 +213,6 @@ class Performer:
             if late and self.member.phase is machine.MemberPhase.FROZEN:
                 self._react(lambda member, hub=hub: member.give_up(hub))  # type: ignore[misc]
                 raise too_few(self.member, hub, None if self.leaving else self._limits.patience) from self._failure
-        return None
 
     def end(self) -> None:
         """Training has ended on all members."""
@@ -368,18 +368,16 @@ class Performer:
         self._react(machine.Member.received)
         self.lost()
 
-    @property
-    def ended(self) -> bool:
-        """Whether the others have ended training."""
+    def come_too_late(self, *, if_ended: bool = False) -> bool:
+        """Training has ended before this member has computed in it. `if_ended`: that is not known, and the hub is asked."""
+        ended = not if_ended
         with contextlib.suppress(GroupError):
-            return self._records.facts(self.member.me).ended
-        return False
-
-    def come_too_late(self) -> None:
-        """Training has ended before this member had the state, or has computed with it."""
-        self.left = "training has ended"
-        with self._lock:
-            self.member = self.member._replace(phase=machine.MemberPhase.OUT, holds=False)
+            ended = ended or self._records.facts(self.member.me).ended
+        if ended:
+            self.left = "training has ended"
+            with self._lock:
+                self.member = self.member._replace(phase=machine.MemberPhase.OUT, holds=False)
+        return ended
 
     def _exchange(self, epoch: int, group: Group | None) -> None:
         (_, old), self._present = self._present, (epoch, group)

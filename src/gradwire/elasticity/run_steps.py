@@ -173,9 +173,8 @@ class RunSteps:
         return f"The state after step {self.training.opened} is saved: gw.elastic(state={given})."
 
     def _survive(self, error: GroupError) -> bool:
-        if self.view.step == self.training.opened and self.performer.ended:  # the others have left the loop by break
-            self.performer.come_too_late()
-            return True
+        if self.view.step == self.training.opened and self.performer.come_too_late(if_ended=True):
+            return True  # the others have left the loop by break
         if isinstance(error, CollectiveMismatch):
             return False
         self.performer.lost()

@@ -47,6 +47,7 @@ class TrainedState:
         self.script: dict[str, object] = {"hook=, graph= or buckets=": f"{hook!r} {graph} {buckets!r}"}
         """What is the same on all members, by name."""
         self._parameters = list(model.parameters())
+        self._buffer_names = frozenset(name for name, _ in model.named_buffers())  # a first forward may make more
         self.registered: dict[str, Any] = {}
         self.committed = 0
         """How many steps are known to be committed."""
@@ -81,7 +82,8 @@ class TrainedState:
         names = {p: name for name, p in self.model.named_parameters()}
         stepped = [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
         parameters = [(names[p], p) for p in self.replica.parameters]
-        model = fixed_hash(*((name, t.dtype, *t.shape) for name, t in [*parameters, *self.model.named_buffers()]))
+        buffers = [(name, one) for name, one in self.model.named_buffers() if name in self._buffer_names]
+        model = fixed_hash(*((name, t.dtype, *t.shape) for name, t in [*parameters, *buffers]))
         optimizer = fixed_hash(type(self.optimizer).__name__, stepped)
         return {**self.script, "model": model, "optimizer": optimizer, "data=": self.data and self.data.facts}
 
@@ -89,7 +91,7 @@ class TrainedState:
     def unaveraged(self) -> str | None:
         """A parameter with a gradient that is not averaged: when the run was made it required none, or was not there."""
         stepped = (p for group in self.optimizer.param_groups for p in group["params"])
-        late = next((p for p in stepped if p.grad is not None and p not in self._averaged), None)
+        late = next((p for p in (*self._parameters, *stepped) if p.grad is not None and p not in self._averaged), None)
         names = {} if late is None else {p: name for name, p in self.model.named_parameters()}
         return None if late is None else names.get(late, "a parameter")
 

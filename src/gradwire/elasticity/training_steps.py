@@ -232,6 +232,8 @@ class TrainingSteps(TrainedState):
         """What was computed so far is not averaged."""
         for parameter in self._parameters:
             parameter.grad = None
+        self.replica.reducer.used.seen.clear()
+        self.replica.reducer.iterations.failure = None
 
     def _options(self) -> list[dict[str, Any]]:
         groups = [{k: v for k, v in one.items() if k != "params"} for one in self.optimizer.param_groups]

@@ -16,4 +16,4 @@ if TYPE_CHECKING:
     from gradwire.launch.entry import init, leave
 
 __all__ = ["Address", "Launcher", "World", "elastic", "find_world", "init", "leave"]
-__getattr__, __dir__ = lazy(__name__, {"elastic_entry": "elastic", "entry": "init leave"})
+lazy(__name__, {"elastic_entry": "elastic", "entry": "init leave"})

@@ -13,7 +13,9 @@ from pathlib import Path
 
 READ_AT_IMPORT = (
     *("TORCH", "PYTORCH", "C10_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "BLIS_", "DNNL_", "ONEDNN_"),
-    *("NPY_", "NUMPY_", "NUMEXPR_", "KINETO_", "CUPTI_", "TEARDOWN_CUPTI", "DISABLE_CUPTI"),
+    *("NPY_", "NUMPY_", "NUMEXPR_", "KINETO_", "CUPTI_", "TEARDOWN_CUPTI", "DISABLE_CUPTI", "SYMPY_", "MPMATH_"),
+    *("AOT_", "AOTINDUCTOR_", "INDUCTOR_", "PT2_", "PARTITIONER_", "FAKE_ALLOW_META", "CUTLASS_", "CUTEDSL_", "CXX"),
+    *("DUMP_AOTI_", "ENABLE_PERSISTENT_TMA", "ENABLE_T", "LOG_AUTOTUNE", "LOG_TLPARSE", "UNSAFE_"),
 )
 """How the names of such variables begin."""
 _CHANGING = ("setdefault", "update", "pop")

@@ -21,7 +21,8 @@ from typing import Any
 from gradwire.runtime.cleanup import on_failure
 
 _GUARD = ["/bin/sh", "-c", "read -r rank; read -r line; kill -s KILL -- -$rank; kill -s KILL 0"]
-
+FORWARDED = [signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "WINCH", "TSTP")]
+"""Signals of the launcher that ranks get."""
 
 Start = Callable[..., Any]
 """Starts a process: `subprocess.Popen`, or what takes the same arguments."""

@@ -119,7 +119,7 @@ class Replacement:
         failures = place.failures if facts.last is not None else sum(one.failures for one in self.places)
         before, self._step = self._step, 0 if facts.last is None else facts.last.step
         self._stuck = self._stuck + 1 if self._step == before and status > 0 else 0
-        over = facts.lost is not None or (gave_up and not out) or (refused and not self.ranks)
+        over = facts.lost is not None or (gave_up and (not out or facts.away)) or (refused and not self.ranks)
         if failures >= _MOST or self._stuck >= _MOST_AT_ONE_STEP or over:
             return Decision(Verdict.FAILED)
         if refused:

@@ -32,7 +32,7 @@ from typing import BinaryIO
 from gradwire.errors import UsageError
 from gradwire.launch.display import Display, Picture
 from gradwire.launch.preload import PreloadedPython
-from gradwire.launch.process import RankProcess, Start, exit_status
+from gradwire.launch.process import FORWARDED, RankProcess, Start, exit_status
 from gradwire.launch.screen import RankStream, Screen
 from gradwire.launch.shutdown import STOPPING, Ending, Shutdown, described, outcome, report
 from gradwire.launch.store_host import StoreHost
@@ -45,7 +45,6 @@ from gradwire.runtime.rank_error import MAIN, THREAD, RankError
 COMPANIONS, _PAUSE = 1.0, 0.02
 _READABLE = selectors.EVENT_READ
 _CHUNK = 1 << 16
-_PASSED_ON = [signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "WINCH")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +108,7 @@ class Supervisor:
         if threading.current_thread() is threading.main_thread():
             woken = stack.enter_context(_passing_on(self._got_signal))
             self._selector.register(woken, _READABLE, functools.partial(_read, woken))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # `gradwire run` has, before there were handlers
         self._stack = stack
         if (preload := self._run.preload) is not None:
             stack.callback(preload.close)
@@ -358,7 +358,7 @@ def _passing_on(handler: Callable[[int, FrameType | None], None]) -> Iterator[in
 
     Signals that were ignored before (SIGHUP under nohup) stay ignored. Ctrl-Z stops the ranks too, and they continue with us.
     """
-    before = {number: signal.getsignal(number) for number in (*_PASSED_ON, signal.SIGTSTP)}
+    before = {number: signal.getsignal(number) for number in FORWARDED}
     woken, wake = os.pipe()
     for end in (woken, wake):
         os.set_blocking(end, False)

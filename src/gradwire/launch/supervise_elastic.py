@@ -63,6 +63,8 @@ class ElasticPlan:
     """How many of the environments, the last ones, are of spares."""
     chaos: ChaosSchedule | None = None
     """Faults to inject."""
+    begins: bool = True
+    """Whether its ranks may be the first of the run."""
 
     @property
     def variables(self) -> Mapping[str, str]:
@@ -109,7 +111,7 @@ class ElasticSupervisor(Supervisor):
             self._selector.unregister(store.ended)  # an elastic run does not end with it
 
     def _start_all(self) -> None:
-        starters = self._members.ranks if self._plan.min_ranks else 0
+        starters = self._members.ranks if self._plan.begins else 0
         for number, place in enumerate(self._members.places):
             self._begin(number) if place.spare else self._start_member(number, starters)
 

@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING
 from gradwire.runtime.lazy import lazy
 
 if TYPE_CHECKING:
-    from gradwire.observe.exporter import (
-        METRICS,
-        Export,
-        export,
-        opentelemetry_metrics,
-        opentelemetry_spans,
-        prometheus,
-    )
+    from gradwire.observe.metrics import METRICS, Export, export, opentelemetry_metrics, opentelemetry_spans, prometheus
     from gradwire.observe.recording import mark, samples, start, stop
     from gradwire.observe.rings.ring import Record, Ring, read_ring, read_rings
     from gradwire.observe.run_warnings import RunWarning, read_warnings
@@ -37,10 +30,10 @@ __all__ = [
 ]  # fmt: skip
 # `gradwire run` reads what lies below while nothing else can go on.
 _NAMES = {
-    "exporter": "METRICS Export export opentelemetry_metrics opentelemetry_spans prometheus",
+    "metrics": "METRICS Export export opentelemetry_metrics opentelemetry_spans prometheus",
     "recording": "mark samples start stop",
     "rings.ring": "Record Ring read_ring read_rings",
     "run_warnings": "RunWarning read_warnings",
     "stragglers.detect": "Straggler find_stragglers",
 }
-__getattr__, __dir__ = lazy(__name__, _NAMES)
+lazy(__name__, _NAMES)

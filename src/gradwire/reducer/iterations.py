@@ -73,7 +73,8 @@ class Iterations:
     def forward_ended(self) -> None:
         """A forward with a graph has ended: the step fails if its backward does."""
         self.expects_backward = True
-        self.failure = None
+        if self.survive is None:
+            self.failure = None
         if self.before_backward is not None:
             self.before_backward()
 
@@ -128,6 +129,7 @@ class Iterations:
         """A backward has raised `error`, in this model or in another: if it was of this one, the step has failed."""
         if self.is_of_this_model(tensors):
             self.fail(error)
+            self.failure = self.failure or error  # a part of its gradients may have arrived
 
     def _refuse_compiled(self, tensors: Any) -> None:
         if self.is_of_this_model(tensors):

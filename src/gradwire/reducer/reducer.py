@@ -390,7 +390,10 @@ class Reducer:
     def abandon(self, why: str) -> None:
         """Drop what was prepared for, or has arrived in, a backward that will not be averaged."""
         self._outputs_reached = False
+        if self.iterations.survive is None:
+            self.used.seen.clear()
+        elif self.machine.state is _RESTING:  # gradients of earlier batches of the step remain
+            self.catch_up()
         self.intake.abandon()
         self.machine.abandon(why)
         self.reductions.drop()
-        self.used.seen.clear()

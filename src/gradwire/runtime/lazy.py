@@ -8,16 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of `package`. `names` are separated by spaces, by the module that has them; by "", modules."""
+def lazy(package: str, names: Mapping[str, str], *, then: Callable[[], object] = lambda: None) -> None:
+    """Give `package`, which calls this, a `__getattr__` and a `__dir__` (its own would be any name to a type checker). `names` are
+    separated by spaces, by the module that has them; by "", modules. `then` is called after each import."""
     homes = {name: module or name for module, several in names.items() for name in several.split()}
+    module = vars(sys.modules[package])
 
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home = importlib.import_module(f"{package}.{homes[name]}")
-        value = home if name == homes[name] else getattr(home, name)
-        setattr(sys.modules[package], name, value)
+        then()
+        value = module[name] = home if name == homes[name] else getattr(home, name)
         return value
 
-    return find, lambda: sorted({*vars(sys.modules[package]), *homes})
+    module.update(__getattr__=find, __dir__=lambda: sorted({*module, *homes}))

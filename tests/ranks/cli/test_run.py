@@ -310,6 +310,27 @@ def test_ctrl_z_stops_ranks_too_and_ctrl_c_ends_them_once(command, script):
     assert all(map(gone, pids))
 
 
+EARLY = """
+class Early:
+    def find_spec(self, name, *_):
+        if name == "gradwire.launch.supervise":
+            os.kill(os.getpid(), 15)
+import os, sys
+sys.meta_path.insert(0, Early())
+"""
+
+
+def test_a_signal_while_the_launcher_imports_its_parts_ends_the_run(script, tmp_path, monkeypatch):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    words = ["-n", "2", "--no-record", script(SLEEP)]
+    with start(*words, command=[sys.executable, "-c", EARLY + FORKING]) as launcher:
+        _, err = launcher.communicate(timeout=300)
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert err.splitlines()[-1].startswith("gradwire run: stopped by SIGTERM after ")
+    assert not os.listdir(tmp_path / "tmp")
+
+
 @FORKED_TOO
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(command, script):
     with start("-n", "2", script(SLEEP), command=command) as launcher:

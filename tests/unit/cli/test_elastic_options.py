@@ -59,11 +59,12 @@ def test_a_run_begins_once_at_a_hub_and_others_join_it(tmp_path: Path, monkeypat
     plan = elastic_plan(begins, tmp_path)
     assert (plan.limits, plan.min_ranks, plan.hub) == ("2:8", 2, None)
     both = argparse.Namespace(**{**known, "elastic": (3, 4), "join": hub.address})
-    assert (elastic_plan(both, tmp_path).limits, elastic_plan(both, tmp_path).min_ranks) == ("2:8", 0)
+    plan = elastic_plan(both, tmp_path)
+    assert (plan.limits, plan.min_ranks, plan.begins) == ("2:8", 0, True)  # who has recorded it may have died
     with pytest.raises(UsageError, match="has the records of a run already"):
         elastic_plan(begins, tmp_path)
     plan = elastic_plan(joins, tmp_path)
-    assert (plan.limits, plan.min_ranks, plan.spares) == ("2:8", 0, 1)
+    assert (plan.limits, plan.min_ranks, plan.spares, plan.begins) == ("2:8", 0, 1, False)
     assert plan.variables["GRADWIRE_HUB_KEY"] == key.hex()
     hub.close()
     (tmp_path / "key").chmod(0o644)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import os
@@ -324,6 +325,38 @@ def test_backwards_outside_of_a_steps_batches_change_no_average(tmp_path: Path) 
         run.close()
 
 
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 1).double() for _ in range(2))
+
+    def forward(self, x: Tensor, part: int) -> Tensor:
+        return self.parts[part](x).sum()  # type: ignore[no-any-return]
+
+
+def test_a_part_that_is_used_only_before_an_error_counts_and_only_in_an_evaluation_does_not(tmp_path: Path) -> None:
+    model, grads = Branches(), list[Tensor | None]()
+    made, x = (model, torch.optim.SGD(model.parameters(), lr=0.0)), DATA[0][0][None]
+    with running_alone(tmp_path, model=made, data=deal(), graph=Graph.FIND_UNUSED) as run:
+        run.training.update = lambda: grads.append(copy.deepcopy(model.parts[0].weight.grad))  # type: ignore[arg-type]
+        for step in itertools.islice(run, 2):
+            model(x, 0).backward()  # an evaluation
+            for slot, (batch, _) in enumerate(step):
+                with contextlib.suppress(IndexError):
+                    run.model(batch, 9 if slot == 1 else slot + step.number > 0).backward()
+            assert step.commit()
+        run.close()
+    used = deal().batch(0, 0)[0].sum(0, keepdim=True)
+    torch.testing.assert_close(grads, [used / SLOTS, None])
+
+
+def test_buffers_that_a_forward_makes_are_no_other_model(tmp_path: Path) -> None:
+    with running_alone(tmp_path) as run:
+        before = run.training._script
+        run.model.register_buffer("made", torch.ones(1), persistent=False)
+        assert run.training._script == before
+
+
 @pytest.mark.usefixtures("_sigterm")
 def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:
     model, optimizer = make_model()
@@ -428,7 +461,7 @@ def running_alone(tmp_path: Path, **options: Any) -> Any:
     tmp_path.mkdir(exist_ok=True)
     (tmp_path / "hub").unlink(missing_ok=True)
     records = Records(tmp_path / "hub")
-    model, optimizer = make_model()
+    model, optimizer = options.pop("model", None) or make_model()
     run = ElasticRun(model, optimizer, **options)
 
     def build(view: View, me: str, _: RunRecords) -> ThreadGroup:
@@ -649,14 +682,22 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
         run.model(DATA[0][0][None]).sum().backward()
         with pytest.raises(UsageError, match="a parameter has a gradient that is not averaged"):
             run.step()
-    with running_alone(tmp_path, data=deal()) as run:
-        next(iter(run.model.parameters())).register_hook(lambda grad: 1 / 0)
-        (step,) = itertools.islice(run, 1)
-        for x, _ in step:
-            with contextlib.suppress(ZeroDivisionError):
-                run.model(x).sum().backward()
-        with pytest.raises(UsageError, match="a backward of it has failed here .ZeroDivisionError"):
-            step.commit()
+    for fails in ([1], range(SLOTS)):
+        with running_alone(tmp_path, data=deal()) as run:
+            numbers = itertools.count()
+            run.model[0].weight.register_hook(lambda grad: (next(numbers) in fails and 1 / 0) or None)
+            (step,) = itertools.islice(run, 1)
+            for x, _ in step:
+                with contextlib.suppress(ZeroDivisionError):
+                    run.model(x).sum().backward()
+            with pytest.raises(UsageError, match="a backward of it has failed here .ZeroDivisionError"):
+                step.commit()
+    (model := make_model()[0]).requires_grad_(False)[2].requires_grad_(True)
+    with running_alone(tmp_path, model=(model, torch.optim.SGD(model[2].parameters()))) as run:
+        model.requires_grad_(True)  # for an optimizer of its own
+        run.model(DATA[0][0][None]).sum().backward()
+        with pytest.raises(UsageError, match="0.weight has a gradient that is not averaged"):
+            run.step()
 
 
 def faults_in(path: Path) -> list[dict[str, Any]]:

@@ -67,6 +67,7 @@ def test_a_rank_that_has_waited_too_long_is_not_replaced() -> None:
     made = started()
     others = known("h-1-0", "h-1-2")  # have gone on without it
     assert made.ended(1, 1, others, 90.0, gave_up=True) == DIED
+    assert started().ended(1, 1, others._replace(away=True), 90.0, gave_up=True) == Decision(Verdict.FAILED)
 
 
 def test_a_rank_that_ends_early_without_an_error_does_not_end_the_run() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 import gradwire as gw
 from gradwire import observe
 from gradwire.errors import UsageError
-from gradwire.observe import export as package_function, exporter as module
+from gradwire.observe import export as package_function, metrics as module
 from gradwire.observe.stragglers.steps import Phase, StepTimes
 from gradwire.recorder.source import EventSource
 from gradwire.testing import run_ranks
