@@ -171,7 +171,6 @@ def _launch(
     args: argparse.Namespace, words: Sequence[str], starter: str, variables: Mapping[str, str], *, observe: bool
 ) -> int:
     """Run the script `words[0]` with its arguments by the module `starter`, which gets `variables` in its environment."""
-    cpus = len(os.sched_getaffinity(0))
     size = _ranks(args.nproc)
     picture, stats = _view(args)
     check_elastic(args, size)
@@ -186,7 +185,7 @@ def _launch(
         if plan is not None and plan.hub is not None:
             stack.callback(plan.hub.close)
         command = [sys.executable, *options, *(["-m"] if args.module else []), *words]
-        world = LocalWorld(size, name_of(private), Address(LOOPBACK, store.port), cpus)
+        world = LocalWorld(size, name_of(private), Address(LOOPBACK, store.port), len(os.sched_getaffinity(0)))
         variables = {**recorded, **variables, **({} if plan is None else plan.variables)}
         environments = _environments(args, world, variables)
         source = _source(words[0], module=args.module)
@@ -196,7 +195,8 @@ def _launch(
         preload = None if cold else PreloadedPython(command, environments, directory=folder, modules=modules)
         if preload is not None:
             stack.callback(preload.close)
-        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED))
+        held = FORWARDED if plan is None else []  # until there are handlers; a hub is started before
+        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, signal.pthread_sigmask(signal.SIG_BLOCK, held))
 
         # What the launcher needs from here on, it imports while the other process imports torch.
         from gradwire.launch.supervise import LaunchSpec, Supervisor
