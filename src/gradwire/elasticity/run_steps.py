@@ -173,12 +173,11 @@ class RunSteps:
         return f"The state after step {self.training.opened} is saved: gw.elastic(state={given})."
 
     def _survive(self, error: GroupError) -> bool:
-        if self.view.step == self.training.opened and self.performer.come_too_late(if_ended=True):
-            return True  # the others have left the loop by break
-        if isinstance(error, CollectiveMismatch):
-            return False
-        self.performer.lost()
-        return True
+        mismatch = isinstance(error, CollectiveMismatch)
+        if not mismatch:
+            self.performer.lost()
+        first = self.view.step == self.training.opened  # then the others may have left the loop by break
+        return (first and self.performer.come_too_late(if_ended=True)) or not mismatch
 
     def _know(self) -> None:
         """Wait until it is known whether the last step was committed."""
