@@ -75,7 +75,7 @@ class RunSteps:
                 "the others have. Let the error end the process; another one may take its place."
             )
         iterations = training.replica.reducer.iterations
-        if iterations.failure is not None:
+        if iterations.failure or iterations.halfway:
             raise UsageError(
                 f"{what}: a backward of it has failed here ({iterations.last_error}), and others wait for its gradients. Let the "
                 "error end the process; another one may take its place."
@@ -176,7 +176,7 @@ class RunSteps:
         mismatch = isinstance(error, CollectiveMismatch)
         if not mismatch:
             self.performer.lost()
-        first = self.view.step == self.training.opened  # then the others may have left the loop by break
+        first = self.view.step == self.training.committed  # then the others may have left the loop by break
         return (first and self.performer.come_too_late(if_ended=True)) or not mismatch
 
     def _know(self) -> None:

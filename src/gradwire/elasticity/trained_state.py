@@ -90,8 +90,8 @@ class TrainedState:
     @property
     def unaveraged(self) -> str | None:
         """A parameter with a gradient that is not averaged: when the run was made it required none, or was not there."""
-        stepped = (p for group in self.optimizer.param_groups for p in group["params"])
-        late = next((p for p in (*self._parameters, *stepped) if p.grad is not None and p not in self._averaged), None)
+        every = (*self._parameters, *(p for group in self.optimizer.param_groups for p in group["params"]))
+        late = next((p for p in every if p.requires_grad and p.grad is not None and p not in self._averaged), None)
         names = {} if late is None else {p: name for name, p in self.model.named_parameters()}
         return None if late is None else names.get(late, "a parameter")
 

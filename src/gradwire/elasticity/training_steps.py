@@ -233,7 +233,7 @@ class TrainingSteps(TrainedState):
         for parameter in self._parameters:
             parameter.grad = None
         self.replica.reducer.used.seen.clear()
-        self.replica.reducer.iterations.failure = None
+        self.replica.reducer.iterations.halfway = None
 
     def _options(self) -> list[dict[str, Any]]:
         groups = [{k: v for k, v in one.items() if k != "params"} for one in self.optimizer.param_groups]

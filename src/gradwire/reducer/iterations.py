@@ -54,6 +54,8 @@ class Iterations:
         """Whether there was a forward, synchronized or not, since the last step ended."""
         self.failure: BaseException | None = None
         """What a further backward of the failed step raises."""
+        self.halfway: BaseException | None = None
+        """What a backward has raised after gradients had arrived, which may be its own. See `gradwire.elasticity`."""
         self.last_error: str | None = None
         self.survive: Callable[[GroupError], bool] | None = None
         """Called when a step is lost because the group has failed; True: nothing is raised. See `gradwire.elasticity`."""
@@ -73,8 +75,7 @@ class Iterations:
     def forward_ended(self) -> None:
         """A forward with a graph has ended: the step fails if its backward does."""
         self.expects_backward = True
-        if self.survive is None:
-            self.failure = None
+        self.failure = None
         if self.before_backward is not None:
             self.before_backward()
 
@@ -129,7 +130,8 @@ class Iterations:
         """A backward has raised `error`, in this model or in another: if it was of this one, the step has failed."""
         if self.is_of_this_model(tensors):
             self.fail(error)
-            self.failure = self.failure or error  # a part of its gradients may have arrived
+            if self.survive is not None and any(p.grad is not None for p in self._parameters):
+                self.halfway = error
 
     def _refuse_compiled(self, tensors: Any) -> None:
         if self.is_of_this_model(tensors):

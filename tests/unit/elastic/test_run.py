@@ -178,20 +178,25 @@ def test_a_process_that_comes_when_training_has_ended_does_nothing(tmp_path: Pat
     assert world.runs["late"].committed == 0
 
 
-def test_a_process_that_joins_when_the_others_end_the_loop_has_come_too_late(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hook", "most"), [(lambda: None, 0), (lambda: hooks.diloco(every=2), 2)], ids=["steps", "rounds"]
+)
+def test_a_process_that_joins_when_the_others_end_the_loop_has_come_too_late(
+    hook: Any, most: int, tmp_path: Path
+) -> None:
     """It cannot know: they break out of the loop, in the view in which it has computed nothing."""
 
     class Ends(Threads):
         def pace(self, run: ElasticRun, step: int) -> object:
             return "joiner" in run.view.members and run is not self.runs["joiner"]
 
-    world = Ends(tmp_path, fault=at("forward", "a", 3, lambda world: world.start("joiner")))
+    world = Ends(tmp_path, hook=hook, fault=at("forward", "a", 3, lambda world: world.start("joiner")))
     for me in "ab":
         world.start(me, 2)
     world.join()
     assert not world.errors
     assert world.runs["joiner"].left
-    assert world.committed["joiner"] == []
+    assert len(world.committed["joiner"]) <= most  # those of a round that nobody ends
     assert world.results.keys() == {"a", "b"}
 
 
