@@ -28,7 +28,7 @@ __all__ = [
     "METRICS", "Export", "Record", "Ring", "RunWarning", "Straggler", "export", "find_stragglers", "mark", "opentelemetry_metrics",
     "opentelemetry_spans", "prometheus", "read_ring", "read_rings", "read_warnings", "samples", "start", "stop",
 ]  # fmt: skip
-# `gradwire run` reads what lies below while nothing else can go on.
+# Imported when first used: `gradwire run` needs modules of this package before it can start anything.
 _NAMES = {
     "metrics": "METRICS Export export opentelemetry_metrics opentelemetry_spans prometheus",
     "recording": "mark samples start stop",
